@@ -99,13 +99,13 @@ def _fingerprint(directory: Path, config: dict[str, Any]) -> str:
 
 def _download(model: str, announce: Callable[[str], None]) -> Path:
     try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415
+        from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelError(f"{model!r} is a hub name: `pip install 'farflung[train]'` to fetch it") from None
     announce(f"looking up {model} (downloaded at first use)")
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; each means "not to be had"
+    except Exception as error:
         raise ModelError(f"{model!r} is no directory here and could not be fetched from the hub: {error}") from error
 
 
@@ -137,8 +137,8 @@ def _unpack(announce: Callable[[str], None]) -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     try:
-        import torch  # noqa: PLC0415
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise ModelError(f"converting {PACKAGED} needs `pip install 'farflung[train,gguf]'`: {error}") from error
     where, name = str(source.parent), source.name

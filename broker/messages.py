@@ -1,0 +1,350 @@
+"""Every message that travels between components: its fields, and how it becomes bytes.
+
+On the wire a message is one msgpack map with two extra keys: `schema`, the version of this file's contract, and
+`kind`, which message it is. A receiver checks both and every field's type before it believes anything; whatever
+does not fit raises MalformedMessage, and the receiver dead-letters it. Arrays travel as raw little-endian bytes
+(int32 token ids, float32 logprobs): fifty times cheaper than msgpack lists.
+
+Fields that are unknown are ignored, so that a newer sender may add some; a change of meaning raises SCHEMA.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgpack
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from broker.errors import MalformedMessage
+
+SCHEMA: Final = 1
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+def pack_ids(ids: npt.ArrayLike) -> bytes:
+    """Token ids as raw little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def pack_floats(values: npt.ArrayLike) -> bytes:
+    """Numbers as raw little-endian float32."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_ids(data: bytes) -> Ids:
+    """The reverse of pack_ids. Raises MalformedMessage when the length is no multiple of four."""
+    if len(data) % 4:
+        raise MalformedMessage(f"expected raw int32 token ids (a multiple of 4 bytes), got {len(data)} bytes")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def unpack_floats(data: bytes) -> Floats:
+    """The reverse of pack_floats. Raises MalformedMessage when the length is no multiple of four."""
+    if len(data) % 4:
+        raise MalformedMessage(f"expected raw float32 numbers (a multiple of 4 bytes), got {len(data)} bytes")
+    return np.frombuffer(data, dtype="<f4")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """The base of everything that is sent. Subclasses name their kind."""
+
+    def encode(self) -> bytes:
+        body = msgspec.to_builtins(self, builtin_types=(bytes,))
+        body["schema"] = SCHEMA
+        packed: bytes = msgpack.packb(body, use_bin_type=True)
+        return packed
+
+
+M = TypeVar("M", bound=Message)
+
+
+def decode(data: bytes, kind: type[M]) -> M:
+    """Decode `data` as a message of `kind`. Raises MalformedMessage with what was expected and what came."""
+    return _convert(_unpack(data), kind, kind.__name__)
+
+
+def decode_one_of(data: bytes, *kinds: type[M]) -> M:
+    """Decode `data` as whichever of `kinds` it says it is. Raises MalformedMessage."""
+    body = _unpack(data)
+    by_tag = {str(kind.__struct_config__.tag): kind for kind in kinds}
+    kind = by_tag.get(str(body.get("kind")))
+    if kind is None:
+        raise MalformedMessage(f"expected a message of kind {' or '.join(by_tag)}, got {body.get('kind')!r}")
+    return _convert(body, kind, kind.__name__)
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    try:
+        body = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as error:
+        raise MalformedMessage(f"not msgpack: {type(error).__name__}: {error}") from error
+    if not isinstance(body, dict):
+        raise MalformedMessage(f"expected a msgpack map, got {type(body).__name__}")
+    if body.get("schema") != SCHEMA:
+        raise MalformedMessage(f"expected schema {SCHEMA}, got {body.get('schema')!r}; run the same release everywhere")
+    return body
+
+
+def _convert(body: dict[str, Any], kind: type[M], name: str) -> M:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"not a valid {name}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------- tasks, groups
+
+
+class Task(Message, tag="task"):
+    """One prompt, or one environment start, to be attempted `group_size` times. Learner to actor."""
+
+    run: Name
+    incarnation: Name
+    group: Name
+    """The id of the group that answers it."""
+    index: Count
+    """The task's place in the run's order; decides `columns` and `seed`."""
+    columns: dict[str, Any]
+    """The task source's row: `prompt` and whatever the reward wants."""
+    group_size: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int
+
+
+class GroupReady(Message, tag="group_ready"):
+    """A finished group lies in the store. Actor to learner: a claim check, not the data."""
+
+    run: Name
+    incarnation: Name
+    group: Name
+    index: Count
+    version: Count
+    adapter: str | None
+    key: Name
+    size: Count
+    sha256: Sha256
+    rewards: list[float]
+    lengths: list[int]
+    """Sampled tokens of each episode."""
+    seconds: dict[str, float]
+    """Where the group's time went, by the actor's clock: lease, generate, environment, reward, store."""
+    actor: Name
+
+
+FailureKind = Literal["environment", "reward", "generation", "timeout", "stale", "task"]
+
+
+class GroupFailed(Message, tag="group_failed"):
+    """An actor could not finish a group, or its version fell behind (`stale`) while it ran. Actor to learner."""
+
+    run: Name
+    incarnation: Name
+    group: Name
+    index: Count
+    version: Count
+    failure: FailureKind
+    reason: str
+    lengths: list[int]
+    seconds: dict[str, float]
+    actor: Name
+
+
+class DeadLetter(Message, tag="dead_letter"):
+    """A message that a component could not use, kept for a person to look at."""
+
+    subject: str
+    reason: str
+    component: str
+    payload: bytes
+
+
+# ------------------------------------------------------------------------------------------------------- generation
+
+
+class GenerateRequest(Message, tag="generate"):
+    """Sample one continuation. Actor to router to replica; the reply goes straight to the asker's inbox."""
+
+    id: Name
+    """Unique per request. The asker takes the first answer to it."""
+    run: str
+    group: str
+    siblings: Annotated[int, msgspec.Meta(ge=1)]
+    """How many requests of this group are to be expected in all, this one included."""
+    adapter: str | None
+    version: Count
+    prompt: bytes
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    stop_token_ids: list[int]
+    seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class GenerateReply(Message, tag="generated"):
+    """What a replica sampled. `adapter` and `version` are what really served it."""
+
+    id: Name
+    replica: Name
+    token_ids: bytes
+    logprobs: bytes
+    finish: Literal["stop", "length", "cancelled"]
+    adapter: str | None
+    version: Count
+    cached_tokens: Count
+    seconds: float
+
+
+class GenerateRefused(Message, tag="refused"):
+    """No continuation, and why. Not retryable: the same request can never succeed."""
+
+    id: Name
+    reason: str
+    retryable: bool
+    source: str
+
+
+class CancelRequest(Message, tag="cancel"):
+    """The asker no longer wants the answer to `id`."""
+
+    id: Name
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One request that a replica has ended."""
+
+    id: str
+    ok: bool
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class ReplicaLoad(Message, tag="load"):
+    """A replica's load. Replica to routers, every half second and at each completion."""
+
+    replica: Name
+    running: Count
+    waiting: Count
+    unfinished: list[str]
+    """The ids of every request it has accepted and not ended: load can always be rebuilt from them."""
+    completed: list[Completion]
+    beat: Count
+    """Counts up, so that a reader can tell an old report from a new one."""
+
+
+# --------------------------------------------------------------------------------------------------------- registry
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """Where the adapter of one version lies and what it must hash to."""
+
+    version: int
+    name: str
+    key: str
+    size: int
+    sha256: str
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    """An object in the store and what it must hash to."""
+
+    key: str
+    size: int
+    sha256: str
+
+
+RunState = Literal["running", "paused", "finished", "failed"]
+
+
+class Head(Message, tag="head"):
+    """The head record of a run: the only thing whose compare-and-set decides what happened.
+
+    Written by the run's learner alone, under its epoch.
+    """
+
+    run: Name
+    fleet: Name
+    incarnation: Name
+    epoch: Count
+    learner: str
+    """The node id of the learner of this epoch; empty when it left on purpose."""
+    step: Count
+    head: Count
+    active: Count
+    max_staleness: Count
+    state: RunState
+    detail: str = ""
+    adapter: AdapterRef | None = None
+    """The adapter of `head`; None while head is the base model."""
+    live: list[AdapterRef] = []
+    """The versions that replicas keep loaded, oldest first; version 0 needs no slot."""
+    checkpoint: BlobRef | None = None
+    """Optimizer, RNG, cursor and ledger as of `step`."""
+    spec: dict[str, Any] = {}
+    """The run's configuration, so that an actor needs no file."""
+    code: dict[str, str] = {}
+    """Source hashes of the user's code this run was created with, by name."""
+    summary: dict[str, float] = {}
+    """Figures of the last step, for whoever looks from outside."""
+
+
+class VersionRecord(Message, tag="version"):
+    """One version of a run. Offered before its commit, so that replicas can load it early."""
+
+    run: Name
+    incarnation: Name
+    epoch: Count
+    adapter: AdapterRef
+    step: Count
+    checkpoint: BlobRef | None = None
+    state: Literal["offered", "committed", "active", "retired", "failed"] = "offered"
+    detail: str = ""
+    reward: float | None = None
+    """Mean reward of the step that made it."""
+
+
+class Control(Message, tag="control"):
+    """What a person wants of a run. Written by the command line, read by the learner."""
+
+    run: Name
+    wanted: Literal["run", "pause", "stop", "delete"]
+
+
+NodeKind = Literal["learner", "actor", "replica", "router"]
+
+
+class Node(Message, tag="node"):
+    """The presence of one component. Put every five seconds; the broker forgets it after fifteen."""
+
+    id: Name
+    node: NodeKind
+    fleet: Name
+    host: str
+    pid: Count
+    state: Literal["joining", "ready", "draining", "failed"]
+    detail: str = ""
+    run: str = ""
+    """The run a learner owns."""
+    model: str = ""
+    """The fingerprint of the base model a replica serves."""
+    confirmed: list[str] = []
+    """Adapter names a replica has loaded and verified."""
+    refused: dict[str, str] = {}
+    """Adapter names a replica failed to load, with the reason."""
+    slots: Count = 0
+    """Adapters a replica can hold at once."""
+    capacity: Count = 0
+    """Requests a replica runs at once; episodes an actor runs at once."""
+    context: Count = 0
+    cache_tokens: Count = 0
+    code: dict[str, str] = {}
+    """Source hashes of the user's code an actor has, by name."""
+    gauges: dict[str, float] = {}
+    """Readings for people and for the diagnosis, by metric name."""

@@ -1,0 +1,234 @@
+"""The configuration of a run: every key, its default, its meaning.
+
+One TOML file holds it; `deploy.config` reads, checks and prints it. It travels in the head record, so that an actor
+needs no file. Only what somebody would configure stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class RunSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What is trained, and for how long."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z0-9][a-z0-9-]{0,47}$",
+            description="The run's name: lower-case letters, digits and dashes, at most 48. It appears in every id.",
+        ),
+    ]
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="The base model: a directory, a hub name (owner/name), or smollm2-135m-instruct (packaged).",
+        ),
+    ]
+    steps: Annotated[int, Meta(ge=1, description="Optimizer steps to make.")] = 100
+    target_reward: Annotated[
+        float | None,
+        Meta(description="Stop early once the mean reward of the last five steps reaches this. Leave out: never."),
+    ] = None
+    seed: Annotated[int, Meta(ge=0, description="Seeds task order, sampling and LoRA weights.")] = 0
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Weights' type. auto: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slower."),
+    ] = "auto"
+
+
+class TasksSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Where tasks come from."""
+
+    source: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="A .jsonl file, a Hugging Face dataset directory, or a class: path/to/file.py:Name or "
+            "package.module:Name.",
+        ),
+    ]
+    split: Annotated[str, Meta(description="Which split of a dataset directory.")] = "train"
+    prompt_column: Annotated[
+        str, Meta(description="The column that holds the prompt: a string, or a list of chat messages.")
+    ] = "prompt"
+    shuffle: Annotated[bool, Meta(description="Shuffle the tasks anew in each epoch (seeded).")] = True
+    arguments: Annotated[
+        dict[str, Any], Meta(description="Keyword arguments for the task source class, if source names one.")
+    ] = {}
+
+
+class EnvironmentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How an episode goes, and what it is worth."""
+
+    environment: Annotated[
+        str,
+        Meta(
+            description="An Environment class (path/to/file.py:Name or package.module:Name). Empty: one turn, scored "
+            "by `rewards`."
+        ),
+    ] = ""
+    arguments: Annotated[dict[str, Any], Meta(description="Keyword arguments for the environment class.")] = {}
+    rewards: Annotated[
+        list[str],
+        Meta(
+            description="Reward functions, path/to/file.py:name or package.module:name, sync or async. TRL's "
+            "signature: reward(completions, **columns) -> list[float]."
+        ),
+    ] = []
+    reward_weights: Annotated[list[float], Meta(description="One weight per reward function. Empty: all 1.")] = []
+    system_prompt: Annotated[str, Meta(description="Put before every prompt as a system message, if not empty.")] = ""
+    max_turns: Annotated[int, Meta(ge=1, description="An episode is cut after this many replies.")] = 16
+    episode_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds after which an episode fails, whatever it is doing.")
+    ] = 600.0
+    group_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds after which a group is closed as failed or expired.")
+    ] = 1800.0
+
+
+class SamplingSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How replies are sampled. Training samples from the full distribution: there is no top_p and no top_k."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, description="The longest reply, in tokens.")] = 256
+    temperature: Annotated[float, Meta(gt=0, le=10, description="Applied in the engine and in the learner.")] = 1.0
+
+
+class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """GRPO: groups, staleness, the objective."""
+
+    group_size: Annotated[int, Meta(ge=2, description="Episodes per task (G).")] = 8
+    groups_per_step: Annotated[int, Meta(ge=1, description="Groups that make one optimizer step.")] = 8
+    max_staleness: Annotated[
+        int, Meta(ge=0, le=64, description="How many versions old a trained token may be; 0 is on-policy.")
+    ] = 2
+    publish_every: Annotated[int, Meta(ge=1, description="Steps between two published versions.")] = 1
+    min_group_size: Annotated[
+        int, Meta(ge=0, description="A group with at least this many good episodes is trained. 0: half of group_size.")
+    ] = 0
+    advantage: Annotated[
+        Literal["grpo", "dr_grpo"],
+        Meta(description="grpo: (reward - mean) / std of the group. dr_grpo: reward - mean."),
+    ] = "grpo"
+    clip_low: Annotated[float, Meta(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="The ratio is clipped above 1 + clip_high.")] = 0.28
+    truth_tolerance: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Largest mean absolute difference between recorded and recomputed logprobs; ten times that "
+            "for the 99th percentile in bfloat16, the same in float32. Beyond it the run stops and explains.",
+        ),
+    ] = 1e-3
+    truth_samples: Annotated[
+        int, Meta(ge=1, description="Sequences per step whose recorded policy is recomputed and compared.")
+    ] = 4
+
+
+class OptimizerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """AdamW."""
+
+    lr: Annotated[float, Meta(gt=0, description="Learning rate.")] = 1e-4
+    warmup_steps: Annotated[int, Meta(ge=0, description="Steps over which the rate rises linearly from 0.")] = 0
+    beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW's first beta.")] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1, description="AdamW's second beta.")] = 0.99
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay.")] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0, description="The gradient is scaled down to this norm.")] = 1.0
+    token_budget: Annotated[
+        int, Meta(ge=64, description="Tokens in one packed forward and backward pass; bounds memory.")
+    ] = 2048
+
+
+class LoraSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The adapter."""
+
+    rank: Annotated[int, Meta(ge=1, le=512, description="LoRA rank.")] = 8
+    alpha: Annotated[int, Meta(ge=1, description="LoRA alpha; the update is scaled by alpha / rank.")] = 16
+    targets: Annotated[
+        list[str], Meta(description="Module names that get an adapter. Empty: every linear layer but the head.")
+    ] = []
+
+
+class FleetSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Who serves the run. `farflung up` starts this many of each; elsewhere they are started by hand."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern="^([a-z0-9][a-z0-9-]{0,47})?$",
+            description="Runs and replicas of one base model find each other by this name. Empty: from the model.",
+        ),
+    ] = ""
+    actors: Annotated[int, Meta(ge=1, description="Actors that `farflung up` starts.")] = 1
+    routers: Annotated[int, Meta(ge=1, description="Routers that `farflung up` starts.")] = 1
+    engine: Annotated[
+        Literal["embedded"], Meta(description="The inference engine of the actors that `farflung up` starts.")
+    ] = "embedded"
+    max_inflight: Annotated[int, Meta(ge=1, description="Episodes one actor runs at once.")] = 64
+    min_replicas: Annotated[
+        int, Meta(ge=1, description="A version is active only while at least this many replicas serve it.")
+    ] = 1
+    activation_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds a replica has to load a version before it is left behind.")
+    ] = 120.0
+    eval_slots: Annotated[int, Meta(ge=0, description="Adapter slots kept free for evaluation.")] = 0
+
+
+class StorageSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What is kept in the object store."""
+
+    keep_groups_hours: Annotated[
+        float, Meta(ge=0, description="Hours for which closed groups' trajectories are kept. 0: for ever.")
+    ] = 168.0
+    keep_versions: Annotated[
+        int, Meta(ge=0, description="Newest versions whose adapters and checkpoints are kept. 0: all.")
+    ] = 0
+
+
+class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Where traces and metrics go."""
+
+    otlp_endpoint: Annotated[
+        str, Meta(description="OTLP/HTTP endpoint, such as http://collector:4318. Empty: files in the run directory.")
+    ] = ""
+
+
+class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One run, whole."""
+
+    run: RunSection
+    tasks: TasksSection
+    environment: EnvironmentSection = msgspec.field(default_factory=EnvironmentSection)
+    sampling: SamplingSection = msgspec.field(default_factory=SamplingSection)
+    algorithm: AlgorithmSection = msgspec.field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = msgspec.field(default_factory=OptimizerSection)
+    lora: LoraSection = msgspec.field(default_factory=LoraSection)
+    fleet: FleetSection = msgspec.field(default_factory=FleetSection)
+    storage: StorageSection = msgspec.field(default_factory=StorageSection)
+    observability: ObservabilitySection = msgspec.field(default_factory=ObservabilitySection)
+
+    @property
+    def fleet_name(self) -> str:
+        """The fleet's name, derived from the model's unless it is given."""
+        return self.fleet.name or fleet_of(self.run.model)
+
+    @property
+    def min_group_size(self) -> int:
+        """Good episodes a group needs to be trained on; at least two, or there is nothing to compare."""
+        return self.algorithm.min_group_size or max(2, self.algorithm.group_size // 2)
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapter slots this run needs on every replica: the live window, one loading, one leaving, evaluation."""
+        return self.algorithm.max_staleness + 2 + self.fleet.eval_slots
+
+
+def fleet_of(model: str) -> str:
+    """A fleet name from a model's name: its last part in lower-case letters, digits and dashes."""
+    tail = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in tail).strip("-")
+    return name[:48].strip("-") or "fleet"
