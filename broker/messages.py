@@ -102,7 +102,7 @@ def _convert(body: dict[str, Any], kind: type[M], name: str) -> M:
 # ---------------------------------------------------------------------------------------------------- tasks, groups
 
 
-class Task(Message, tag="task"):
+class Task(Message, frozen=True, kw_only=True, tag="task"):
     """One prompt, or one environment start, to be attempted `group_size` times. Learner to actor."""
 
     run: Name
@@ -117,7 +117,7 @@ class Task(Message, tag="task"):
     seed: int
 
 
-class GroupReady(Message, tag="group_ready"):
+class GroupReady(Message, frozen=True, kw_only=True, tag="group_ready"):
     """A finished group lies in the store. Actor to learner: a claim check, not the data."""
 
     run: Name
@@ -140,7 +140,7 @@ class GroupReady(Message, tag="group_ready"):
 FailureKind = Literal["environment", "reward", "generation", "timeout", "stale", "task"]
 
 
-class GroupFailed(Message, tag="group_failed"):
+class GroupFailed(Message, frozen=True, kw_only=True, tag="group_failed"):
     """An actor could not finish a group, or its version fell behind (`stale`) while it ran. Actor to learner."""
 
     run: Name
@@ -155,7 +155,7 @@ class GroupFailed(Message, tag="group_failed"):
     actor: Name
 
 
-class DeadLetter(Message, tag="dead_letter"):
+class DeadLetter(Message, frozen=True, kw_only=True, tag="dead_letter"):
     """A message that a component could not use, kept for a person to look at."""
 
     subject: str
@@ -167,7 +167,7 @@ class DeadLetter(Message, tag="dead_letter"):
 # ------------------------------------------------------------------------------------------------------- generation
 
 
-class GenerateRequest(Message, tag="generate"):
+class GenerateRequest(Message, frozen=True, kw_only=True, tag="generate"):
     """Sample one continuation. Actor to router to replica; the reply goes straight to the asker's inbox."""
 
     id: Name
@@ -187,7 +187,7 @@ class GenerateRequest(Message, tag="generate"):
     top_k: int = 0
 
 
-class GenerateReply(Message, tag="generated"):
+class GenerateReply(Message, frozen=True, kw_only=True, tag="generated"):
     """What a replica sampled. `adapter` and `version` are what really served it."""
 
     id: Name
@@ -201,7 +201,7 @@ class GenerateReply(Message, tag="generated"):
     seconds: float
 
 
-class GenerateRefused(Message, tag="refused"):
+class GenerateRefused(Message, frozen=True, kw_only=True, tag="refused"):
     """No continuation, and why. Not retryable: the same request can never succeed."""
 
     id: Name
@@ -210,7 +210,7 @@ class GenerateRefused(Message, tag="refused"):
     source: str
 
 
-class CancelRequest(Message, tag="cancel"):
+class CancelRequest(Message, frozen=True, kw_only=True, tag="cancel"):
     """The asker no longer wants the answer to `id`."""
 
     id: Name
@@ -226,7 +226,7 @@ class Completion(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class ReplicaLoad(Message, tag="load"):
+class ReplicaLoad(Message, frozen=True, kw_only=True, tag="load"):
     """A replica's load. Replica to routers, every half second and at each completion."""
 
     replica: Name
@@ -263,7 +263,7 @@ class BlobRef(msgspec.Struct, frozen=True):
 RunState = Literal["running", "paused", "finished", "failed"]
 
 
-class Head(Message, tag="head"):
+class Head(Message, frozen=True, kw_only=True, tag="head"):
     """The head record of a run: the only thing whose compare-and-set decides what happened.
 
     Written by the run's learner alone, under its epoch.
@@ -295,7 +295,7 @@ class Head(Message, tag="head"):
     """Figures of the last step, for whoever looks from outside."""
 
 
-class VersionRecord(Message, tag="version"):
+class VersionRecord(Message, frozen=True, kw_only=True, tag="version"):
     """One version of a run. Offered before its commit, so that replicas can load it early."""
 
     run: Name
@@ -310,7 +310,7 @@ class VersionRecord(Message, tag="version"):
     """Mean reward of the step that made it."""
 
 
-class Control(Message, tag="control"):
+class Control(Message, frozen=True, kw_only=True, tag="control"):
     """What a person wants of a run. Written by the command line, read by the learner."""
 
     run: Name
@@ -320,7 +320,7 @@ class Control(Message, tag="control"):
 NodeKind = Literal["learner", "actor", "replica", "router"]
 
 
-class Node(Message, tag="node"):
+class Node(Message, frozen=True, kw_only=True, tag="node"):
     """The presence of one component. Put every five seconds; the broker forgets it after fifteen."""
 
     id: Name

@@ -75,9 +75,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise MalformedMessage unless the arrays fit each other."""
-        n = len(self)
-        lengths = (len(self.token_ids) / 4, len(self.logprobs) / 4, len(self.mask), len(self.versions) / 4)
-        if lengths != (n, n, n, n) or n == 0:
+        lengths = {len(self.token_ids) / 4, len(self.logprobs) / 4, len(self.mask) / 1, len(self.versions) / 4}
+        if len(lengths) != 1 or len(self) == 0:
             raise MalformedMessage(f"a row's ids, logprobs, mask and versions must have one length, got {lengths}")
         trained = self.trained
         if trained[0]:
@@ -122,7 +121,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
         return sum(int(np.frombuffer(row.mask, dtype=np.uint8).sum()) for row in self.rows)
 
 
-class Group(Message, tag="group"):
+class Group(Message, frozen=True, kw_only=True, tag="group"):
     """The episodes of one task, all begun under one version."""
 
     run: str

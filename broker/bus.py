@@ -1,0 +1,461 @@
+"""The bus: one NATS connection, set up so that it survives what happens to connections.
+
+What FACTS taught it: reconnect for ever, but bound the first connect; keep 64 MB pending while disconnected; give
+the socket a user timeout, again after every reconnect, or a half-open link hangs for minutes; retry a publish with
+the same message id, because a rejected id is not remembered and a stored one answers "duplicate".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
+from urllib.parse import urlsplit
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+
+from broker import names
+from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, StoreError
+from broker.messages import DeadLetter, Message
+
+log = logging.getLogger(__name__)
+
+Stored = Literal["stored", "duplicate", "occupied"]
+"""stored: new. duplicate: this id was stored before. occupied: the subject holds another message already."""
+
+FETCH_SECONDS = 5.0
+"""A fetch across a server restart hangs its full timeout, so no fetch waits longer than this."""
+
+USER_TIMEOUT_MS = 3000
+"""Unacknowledged data on a socket fails it after this long; a half-open link then recovers in about 3 s."""
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+STREAM_FULL = 10077
+NO_ROOM = (10023, 10047)
+"""The server's disk or memory for streams is used up."""
+
+
+class StreamFull(FarflungError):
+    """The stream has no room. Publishing again later, with the same id, is safe."""
+
+
+class ConsumerGone(FarflungError):
+    """The consumer was deleted: another learner took over, or the run was deleted."""
+
+
+class Delivery:
+    """One message from a work queue, held under a lease until it is acknowledged."""
+
+    def __init__(self, message: Msg) -> None:
+        self._message = message
+        self.subject: str = message.subject
+        self.data: bytes = message.data
+        self.headers: Mapping[str, str] = message.headers or {}
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first delivery."""
+        return int(self._message.metadata.num_delivered or 1)
+
+    @property
+    def published(self) -> float:
+        """When the broker stored it, in seconds since the epoch by the broker's clock."""
+        return float(self._message.metadata.timestamp.timestamp())
+
+    async def ack(self, timeout: float = 5.0) -> bool:
+        """Acknowledge and wait for the broker to agree; tells whether it did."""
+        if self._message.is_acked:
+            return True
+        for _ in range(3):
+            try:
+                await self._message.ack_sync(timeout=timeout)
+                return True
+            except (TimeoutError, nats.errors.Error):
+                await asyncio.sleep(0.2)
+        return False
+
+    async def in_progress(self) -> None:
+        """Extend the lease by another ack_wait."""
+        with contextlib.suppress(nats.errors.Error):
+            await self._message.in_progress()
+
+    async def release(self, delay: float = 0.0) -> None:
+        """Give the message back, to be delivered again after `delay` seconds."""
+        with contextlib.suppress(nats.errors.Error):
+            await self._message.nak(delay=delay or None)
+
+
+class Puller:
+    """Fetches from one durable consumer."""
+
+    def __init__(self, subscription: object, stream: str, consumer: str) -> None:
+        self._subscription = subscription
+        self.stream = stream
+        self.consumer = consumer
+
+    async def fetch(self, batch: int, timeout: float) -> list[Delivery]:
+        """Up to `batch` messages; an empty list when none came within `timeout` seconds. Raises ConsumerGone."""
+        try:
+            messages = await self._subscription.fetch(batch, timeout=min(timeout, FETCH_SECONDS))  # type: ignore[attr-defined]
+        except (TimeoutError, nats.errors.TimeoutError):
+            return []
+        except nats.js.errors.ServiceUnavailableError:
+            await asyncio.sleep(0.2)
+            return []
+        except (nats.js.errors.NotFoundError, nats.errors.NoRespondersError) as error:
+            raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error}") from error
+        except nats.js.errors.APIError as error:
+            if "consumer deleted" in str(error).lower() or "consumer is push" in str(error).lower():
+                raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error}") from error
+            log.warning("fetch from %s failed, trying again: %s", self.stream, error)
+            await asyncio.sleep(0.5)
+            return []
+        except (nats.errors.ConnectionClosedError, nats.errors.ConnectionReconnectingError, ConnectionError):
+            await asyncio.sleep(0.5)
+            return []
+        return [Delivery(message) for message in messages]
+
+    async def close(self) -> None:
+        with contextlib.suppress(nats.errors.Error, ValueError):
+            await self._subscription.unsubscribe()  # type: ignore[attr-defined]
+
+
+Handler = Callable[[Msg], Awaitable[None]]
+
+
+class Bus:
+    """A connection to NATS, and what Farflung does with it."""
+
+    def __init__(self, client: Client, url: str, component: str) -> None:
+        self.client = client
+        self.url = url
+        self.component = component
+        self.jetstream = client.jetstream(timeout=5.0)
+        self.refused_seconds = 0.0
+        """Time spent in publishes that the stream refused because it was full: backpressure."""
+        self.dead_letters = 0
+        self.errors: list[str] = []
+
+    @classmethod
+    async def connect(cls, url: str, component: str, *, timeout: float = 15.0) -> Bus:
+        """Connect to `url` (nats://, tls://, ws:// or wss://, user:password@ inside).
+
+        Raises ConnectionFailed, naming the URL without its password, when the server cannot be reached or refuses
+        the credentials within `timeout` seconds.
+        """
+        shown = without_password(url)
+        await _reach(url, timeout)
+        client = Client()
+        problems: list[str] = []
+        bus = cls(client, shown, component)
+
+        async def on_error(error: Exception) -> None:
+            problems.append(str(error) or type(error).__name__)
+            if bus.client.is_connected and len(bus.errors) < 100:
+                bus.errors.append(str(error))
+                log.warning("nats: %s", error)
+
+        async def on_reconnect() -> None:
+            _set_user_timeout(client)
+            log.warning("reconnected to %s", shown)
+
+        async def on_disconnect() -> None:
+            log.warning("disconnected from %s, reconnecting", shown)
+
+        try:
+            async with asyncio.timeout(timeout):
+                await client.connect(
+                    url,
+                    name=component,
+                    connect_timeout=5,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=1.0 + random.random() / 2,
+                    ping_interval=10,
+                    max_outstanding_pings=2,
+                    pending_size=64 * 1024 * 1024,
+                    error_cb=on_error,
+                    reconnected_cb=on_reconnect,
+                    disconnected_cb=on_disconnect,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            with contextlib.suppress(Exception):
+                await client.close()
+            reason = problems[-1] if problems else str(error) or "no answer"
+            hint = "check the user and password" if "uthorization" in reason else "check the URL and the server"
+            raise ConnectionFailed(f"NATS at {shown} refused the connection: {reason}; {hint}") from error
+        _set_user_timeout(client)
+        return bus
+
+    async def close(self) -> None:
+        """Flush and close. `drain` is not used: it hangs with pull subscriptions."""
+        with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+            await self.client.flush(timeout=2)
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self.client.close()
+
+    # ------------------------------------------------------------------------------------------- core messages
+
+    async def send(
+        self, subject: str, message: Message, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Publish without storage; lost if nobody listens."""
+        await self.client.publish(subject, message.encode(), reply=reply, headers=dict(headers) if headers else None)
+
+    async def request(
+        self, subject: str, message: Message, *, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> Msg | None:
+        """Ask and wait for one answer. None when nobody listens there, or no answer came within `timeout` seconds."""
+        try:
+            return await self.client.request(
+                subject, message.encode(), timeout=timeout, headers=dict(headers) if headers else None
+            )
+        except (
+            TimeoutError,
+            nats.errors.TimeoutError,
+            nats.errors.NoRespondersError,
+            nats.errors.ConnectionClosedError,
+        ):
+            return None
+
+    async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> object:
+        """Call `handler` for each message, one after the other; a handler that raises is logged, not fatal."""
+
+        async def guarded(message: Msg) -> None:
+            try:
+                await handler(message)
+            except MalformedMessage as error:
+                await self.dead_letter(message.subject, message.data, str(error))
+            except FarflungError as error:
+                log.warning("message on %s could not be handled: %s", message.subject, error)
+
+        return await self.client.subscribe(subject, queue=queue, cb=guarded)
+
+    # ------------------------------------------------------------------------------------------------- streams
+
+    async def publish(
+        self,
+        subject: str,
+        message: Message,
+        *,
+        id: str,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> Stored:
+        """Store one message and wait for the broker's word.
+
+        Retried with the same `id` until `timeout` seconds have passed, so that a lost answer stores nothing twice.
+        Raises StreamFull when the stream has no room (at once: the caller decides whether to wait), StoreError when
+        the broker's disk is full, ConnectionFailed when it did not answer in time.
+        """
+        data = message.encode()
+        deadline = time.monotonic() + timeout
+        problem = "no answer"
+        while True:
+            try:
+                answer = await self.jetstream.publish(subject, data, headers={**(headers or {}), "Nats-Msg-Id": id})
+            except nats.js.errors.APIError as error:
+                if error.err_code in WRONG_LAST_SEQUENCE:
+                    raise
+                if error.err_code == STREAM_FULL:
+                    if "per subject" in str(error.description):
+                        return "occupied"
+                    raise StreamFull(f"{subject}: {error.description}") from error
+                if error.err_code in NO_ROOM or "no space" in str(error.description).lower():
+                    raise StoreError(f"NATS cannot store {subject}: {error.description}; free its disk") from error
+                problem = str(error)
+            except (nats.js.errors.NoStreamResponseError, nats.errors.Error, TimeoutError, OSError) as error:
+                problem = str(error) or type(error).__name__
+            else:
+                return "duplicate" if answer.duplicate else "stored"
+            if time.monotonic() > deadline:
+                raise ConnectionFailed(f"NATS at {self.url} did not store {subject} in {timeout:.0f} s: {problem}")
+            await asyncio.sleep(0.1 + random.random() * 0.4)
+
+    async def ensure_stream(self, config: StreamConfig) -> None:
+        """Create the stream, or update it to this configuration."""
+        try:
+            await self.jetstream.add_stream(config)
+        except nats.js.errors.BadRequestError as error:
+            if error.err_code != 10058:  # "stream name already in use with a different configuration"
+                raise ConnectionFailed(f"NATS refused the stream {config.name}: {error.description}") from error
+            await self.jetstream.update_stream(config)
+        except nats.js.errors.APIError as error:
+            raise ConnectionFailed(
+                f"NATS at {self.url} cannot hold the stream {config.name}: {error.description}. "
+                "Expected a server with JetStream and file storage"
+            ) from error
+        except (TimeoutError, nats.errors.Error) as error:
+            raise ConnectionFailed(f"NATS at {self.url} has no JetStream or does not answer: {error}") from error
+
+    async def delete_stream(self, name: str) -> None:
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            await self.jetstream.delete_stream(name)
+
+    async def subjects_held(self, stream: str) -> set[str]:
+        """The subjects of every message the stream holds, delivered and unacknowledged ones included."""
+        info = await self.jetstream.stream_info(stream, subjects_filter=">")
+        return set(info.state.subjects or {})
+
+    async def puller(self, stream: str, config: ConsumerConfig) -> Puller:
+        """Create the consumer, or bring it to this configuration, and pull from it. Raises ConsumerGone."""
+        name = str(config.durable_name)
+        try:
+            await self.jetstream.add_consumer(stream, config)
+            subscription = await self.jetstream.pull_subscribe_bind(consumer=name, stream=stream)
+        except (nats.js.errors.NotFoundError, nats.js.errors.BadRequestError) as error:
+            raise ConsumerGone(f"{stream} does not accept the consumer {name}: {error.description}") from error
+        return Puller(subscription, stream, name)
+
+    async def delete_consumers(self, stream: str, *, keep: str) -> list[str]:
+        """Delete every consumer of `stream` but `keep`; returns their names."""
+        deleted = []
+        for info in await self.jetstream.consumers_info(stream):
+            if info.name != keep:
+                with contextlib.suppress(nats.js.errors.NotFoundError):
+                    await self.jetstream.delete_consumer(stream, info.name)
+                deleted.append(str(info.name))
+        return deleted
+
+    async def dead_letter(self, subject: str, payload: bytes, reason: str) -> None:
+        """Keep a message nobody can use, with the reason, and go on."""
+        self.dead_letters += 1
+        log.warning("dead letter from %s: %s", subject, reason)
+        letter = DeadLetter(subject=subject, reason=reason, component=self.component, payload=payload[: 256 * 1024])
+        try:
+            await self.publish(
+                names.dead_subject(self.component), letter, id=f"{self.component}-{time.time_ns()}", timeout=10
+            )
+        except FarflungError as error:
+            log.error("a dead letter from %s was lost: %s", subject, error)
+
+
+def tasks_config(run: str, replicas: int = 1) -> StreamConfig:
+    """The stream of one run's tasks."""
+    return StreamConfig(
+        name=names.tasks_stream(run),
+        subjects=[f"tasks.{run}.*"],
+        retention=RetentionPolicy.WORK_QUEUE,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_msgs_per_subject=1,
+        max_msgs=100_000,
+        storage=StorageType.FILE,
+        num_replicas=replicas,
+    )
+
+
+def groups_config(run: str, window: int, replicas: int = 1) -> StreamConfig:
+    """The stream of one run's finished groups, bounded at `window` of them."""
+    return StreamConfig(
+        name=names.groups_stream(run),
+        subjects=[f"groups.{run}.*"],
+        retention=RetentionPolicy.WORK_QUEUE,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_msgs_per_subject=1,
+        max_msgs=window,
+        storage=StorageType.FILE,
+        num_replicas=replicas,
+    )
+
+
+def dead_config() -> StreamConfig:
+    """The stream of dead letters: two weeks, 64 MiB."""
+    return StreamConfig(
+        name=names.DEAD_STREAM,
+        subjects=[names.DEAD_SUBJECTS],
+        max_age=14 * 24 * 3600,
+        max_msgs=10_000,
+        max_msg_size=1024 * 1024,
+        storage=StorageType.FILE,
+    )
+
+
+ACK_WAIT = 30.0
+"""A lease lasts this long without a sign of life."""
+
+HEARTBEAT = 10.0
+"""How often the holder of a lease gives a sign of life."""
+
+MAX_DELIVERIES = 5
+"""A task that killed this many actors is not given to another."""
+
+
+def actors_consumer(ack_wait: float = ACK_WAIT) -> ConsumerConfig:
+    """The consumer that all actors of a run share."""
+    return ConsumerConfig(
+        durable_name=names.ACTORS_CONSUMER,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=ack_wait,
+        max_deliver=MAX_DELIVERIES,
+        max_ack_pending=20_000,
+        max_waiting=4096,
+    )
+
+
+def learner_consumer(run: str, epoch: int) -> ConsumerConfig:
+    """The consumer of one learner's epoch: deliveries are held until the commit that closes their groups."""
+    return ConsumerConfig(
+        durable_name=names.learner_consumer(run, epoch),
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=3600.0,
+        max_ack_pending=20_000,
+        max_waiting=4096,
+    )
+
+
+def without_password(url: str) -> str:
+    """`url` with whatever stands before the @ removed, for messages and logs."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]).geturl() if parts.netloc else url
+
+
+async def _reach(url: str, timeout: float) -> None:
+    """Open and close a TCP connection, so that "nobody listens there" is told from "refused"."""
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    if not parts.hostname:
+        raise ConnectionFailed(f"{without_password(url)!r} is no NATS URL; expected nats://user:password@host:port")
+    port = parts.port or {"ws": 80, "wss": 443}.get(parts.scheme, 4222)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            async with asyncio.timeout(5):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+            writer.close()
+            return
+        except (OSError, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise ConnectionFailed(
+                    f"NATS at {without_password(url)} cannot be reached ({error or 'timed out'}); "
+                    "is the server running, and is the URL right?"
+                ) from error
+        await asyncio.sleep(0.5)
+
+
+def _set_user_timeout(client: Client) -> None:
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if writer is None or option is None:
+        return
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, option, USER_TIMEOUT_MS)
+
+
+def advisory_sequence(data: bytes) -> int | None:
+    """The stream sequence named in a max-deliveries advisory, None when the advisory says none."""
+    with contextlib.suppress(ValueError, TypeError):
+        return int(json.loads(data).get("stream_seq"))
+    return None

@@ -1,0 +1,99 @@
+"""Every name on the broker and in the store, in one place."""
+
+from __future__ import annotations
+
+RUNS_BUCKET = "runs"
+"""KV: `{run}` head record, `{run}.v.{version}` version records, `{run}.control` what a person wants."""
+
+NODES_BUCKET = "nodes"
+"""KV with a time to live: the presence of every component."""
+
+DEAD_STREAM = "DEAD"
+DEAD_SUBJECTS = "dead.>"
+
+
+def tasks_stream(run: str) -> str:
+    return f"TASKS_{run}"
+
+
+def groups_stream(run: str) -> str:
+    return f"GROUPS_{run}"
+
+
+def task_subject(run: str, group: str) -> str:
+    return f"tasks.{run}.{group}"
+
+
+def group_subject(run: str, group: str) -> str:
+    return f"groups.{run}.{group}"
+
+
+def dead_subject(component: str) -> str:
+    return f"dead.{component}"
+
+
+ACTORS_CONSUMER = "actors"
+
+
+def learner_consumer(run: str, epoch: int) -> str:
+    return f"learner-{run}-e{epoch}"
+
+
+def generate_subject(fleet: str) -> str:
+    """Generation requests: routers share it as a queue group."""
+    return f"generate.{fleet}"
+
+
+def replica_generate(replica: str) -> str:
+    return f"replica.{replica}.generate"
+
+
+def replica_cancel(replica: str) -> str:
+    return f"replica.{replica}.cancel"
+
+
+def cancel_subject(fleet: str) -> str:
+    """Cancellations: every router hears them and passes them on to whom it sent the request."""
+    return f"cancel.{fleet}"
+
+
+def load_subject(fleet: str) -> str:
+    return f"load.{fleet}"
+
+
+def head_key(run: str) -> str:
+    return run
+
+
+def version_key(run: str, version: int) -> str:
+    return f"{run}.v.{version:06d}"
+
+
+def control_key(run: str) -> str:
+    return f"{run}.control"
+
+
+def group_id(run: str, incarnation: str, index: int) -> str:
+    return f"{run}-{incarnation}-{index:08d}"
+
+
+def adapter_name(run: str, version: int, sha256: str) -> str:
+    """The name under which engines know an adapter: the same name always means the same bytes."""
+    return f"{run}-v{version:06d}-{sha256[:8]}"
+
+
+def run_prefix(run: str, incarnation: str) -> str:
+    """Where everything of one incarnation lies in the store."""
+    return f"runs/{run}/{incarnation}"
+
+
+def group_prefix(run: str, incarnation: str, group: str) -> str:
+    return f"{run_prefix(run, incarnation)}/groups/{group}"
+
+
+def adapter_prefix(run: str, incarnation: str, version: int) -> str:
+    return f"{run_prefix(run, incarnation)}/adapters/{version:06d}"
+
+
+def checkpoint_prefix(run: str, incarnation: str, step: int) -> str:
+    return f"{run_prefix(run, incarnation)}/checkpoints/{step:06d}"

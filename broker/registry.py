@@ -1,0 +1,341 @@
+"""The registry of runs, versions and nodes: two KV buckets, compare-and-set, and watches that cannot go deaf.
+
+After a broker restart a KV watch was seen silent for 16 s. So every watch compares, every two seconds, the bucket's
+last sequence with the last it has seen, and starts over when it is behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.kv import KeyValue
+
+from broker import names
+from broker.bus import WRONG_LAST_SEQUENCE, Bus
+from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
+from broker.messages import Control, Head, Message, Node, VersionRecord, decode
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+REREAD_SECONDS = 2.0
+PRESENCE_SECONDS = 5.0
+"""How often a node says that it is there."""
+PRESENCE_TTL = 15.0
+"""When a node that said nothing is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value and the revision that a compare-and-set must name."""
+
+    value: bytes
+    revision: int
+
+
+class Bucket:
+    """One KV bucket."""
+
+    def __init__(self, bus: Bus, kv: KeyValue, name: str) -> None:
+        self._bus = bus
+        self._kv = kv
+        self.name = name
+
+    async def get(self, key: str) -> Entry | None:
+        """The newest value, None when there is none. Raises ConnectionFailed when the broker does not answer."""
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                entry = await self._kv.get(key)
+            except nats.js.errors.KeyNotFoundError:
+                return None
+            except (nats.errors.Error, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionFailed(f"NATS at {self._bus.url} did not answer for {self.name}/{key}") from error
+                await asyncio.sleep(0.2)
+                continue
+            return Entry(entry.value, int(entry.revision or 0)) if entry.value else None
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Write, whatever was there. Quietly gives up while the broker is away: the next put will do."""
+        with contextlib.suppress(nats.errors.Error, TimeoutError):
+            await self._kv.put(key, value)
+
+    async def compare_and_set(self, key: str, value: bytes, revision: int) -> int:
+        """Write if the key is still at `revision` (0: absent); returns the new revision.
+
+        An answer that got lost is looked up: when the key holds exactly `value`, the write was ours. Raises
+        RegistryConflict when somebody else wrote, ConnectionFailed when the broker stays away.
+        """
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return int(await self._kv.update(key, value, last=revision))
+            except nats.js.errors.KeyWrongLastSequenceError:
+                pass
+            except nats.js.errors.APIError as error:
+                if error.err_code not in WRONG_LAST_SEQUENCE and time.monotonic() > deadline:
+                    raise ConnectionFailed(f"NATS cannot store {self.name}/{key}: {error.description}") from error
+            except (nats.errors.Error, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionFailed(f"NATS at {self._bus.url} did not store {self.name}/{key}") from error
+                await asyncio.sleep(0.2)
+            now = await self.get(key)
+            if now is not None and now.value == value:
+                return now.revision
+            if (now.revision if now else 0) != revision:
+                raise RegistryConflict(f"{self.name}/{key} was written by somebody else since revision {revision}")
+
+    async def delete(self, key: str) -> None:
+        with contextlib.suppress(nats.js.errors.Error):
+            await self._kv.delete(key)
+
+    async def keys(self) -> list[str]:
+        try:
+            return list(await self._kv.keys())
+        except nats.js.errors.NoKeysError:
+            return []
+
+    async def last_sequence(self) -> int:
+        status = await self._kv.status()
+        return int(status.stream_info.state.last_seq)
+
+    async def watch(self) -> KeyValue.KeyWatcher:
+        return await self._kv.watchall()
+
+
+class Watch:
+    """Keeps the newest value of every key of a bucket, and tells whoever asked about each change.
+
+    `on_change(key, value)` is called in the event loop, value None for a deleted key, first once for every key that
+    is there. `ready` is set when the first reading is complete.
+    """
+
+    def __init__(self, bucket: Bucket, on_change: Callable[[str, bytes | None], None]) -> None:
+        self._bucket = bucket
+        self._on_change = on_change
+        self.ready = asyncio.Event()
+        self._seen = 0
+        self._task = asyncio.create_task(self._follow(), name=f"watch-{bucket.name}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _follow(self) -> None:
+        while True:
+            watcher = None
+            try:
+                before = await self._bucket.last_sequence()
+                watcher = await self._bucket.watch()
+                await self._read(watcher, before)
+            except (nats.errors.Error, TimeoutError, OSError) as error:
+                log.info("watch of %s starts over: %s", self._bucket.name, error)
+                await asyncio.sleep(0.5)
+            finally:
+                if watcher is not None:
+                    with contextlib.suppress(nats.errors.Error, ValueError):
+                        await watcher.stop()
+
+    async def _read(self, watcher: KeyValue.KeyWatcher, before: int) -> None:
+        """Follow `watcher` until it is found to be behind the bucket. `before`: the last sequence when it began."""
+        checked = time.monotonic()
+        while True:
+            try:
+                entry = await watcher.updates(timeout=REREAD_SECONDS)
+            except (TimeoutError, nats.errors.TimeoutError):
+                pass
+            else:
+                if entry is None:
+                    self._seen = max(self._seen, before)  # what is older and was not delivered has expired
+                    self.ready.set()
+                elif (entry.revision or 0) > self._seen:
+                    self._seen = int(entry.revision or 0)
+                    deleted = entry.operation in ("DEL", "PURGE") or not entry.value
+                    self._on_change(entry.key, None if deleted else entry.value)
+            if time.monotonic() - checked > REREAD_SECONDS:
+                checked = time.monotonic()
+                last = await self._bucket.last_sequence()
+                if last < self._seen:
+                    self._seen = 0  # the bucket was wiped and begins again
+                    return
+                if last > self._seen:
+                    await asyncio.sleep(0.2)
+                    if watcher._updates.empty():
+                        return
+
+
+class Registry:
+    """Runs, versions and nodes, typed."""
+
+    def __init__(self, bus: Bus, runs: Bucket, nodes: Bucket) -> None:
+        self.bus = bus
+        self.runs = runs
+        self.nodes = nodes
+
+    @classmethod
+    async def open(cls, bus: Bus, *, replicas: int = 1) -> Registry:
+        """Create the buckets, or use those there are. Raises ConnectionFailed."""
+        try:
+            runs = await bus.jetstream.create_key_value(
+                KeyValueConfig(bucket=names.RUNS_BUCKET, history=1, storage=StorageType.FILE, replicas=replicas)
+            )
+            nodes = await bus.jetstream.create_key_value(
+                KeyValueConfig(
+                    bucket=names.NODES_BUCKET,
+                    history=1,
+                    ttl=PRESENCE_TTL,
+                    storage=StorageType.MEMORY,
+                    replicas=replicas,
+                )
+            )
+        except (nats.errors.Error, TimeoutError) as error:
+            raise ConnectionFailed(
+                f"NATS at {bus.url} cannot hold the registry: {error}. Expected a server with JetStream"
+            ) from error
+        return cls(bus, Bucket(bus, runs, names.RUNS_BUCKET), Bucket(bus, nodes, names.NODES_BUCKET))
+
+    async def head(self, run: str) -> tuple[Head, int] | None:
+        """The head record and its revision, None when there is no such run."""
+        entry = await self.runs.get(names.head_key(run))
+        return (decode(entry.value, Head), entry.revision) if entry else None
+
+    async def heads(self) -> list[Head]:
+        """Every run's head record, by name."""
+        found = []
+        for key in sorted(await self.runs.keys()):
+            if "." not in key and (entry := await self.runs.get(key)):
+                found.append(decode(entry.value, Head))
+        return found
+
+    async def set_head(self, head: Head, revision: int) -> int:
+        """Compare-and-set the head record. Raises RegistryConflict."""
+        return await self.runs.compare_and_set(names.head_key(head.run), head.encode(), revision)
+
+    async def versions(self, run: str) -> list[VersionRecord]:
+        """Every version record of a run, oldest first."""
+        found = []
+        for key in sorted(await self.runs.keys()):
+            if key.startswith(f"{run}.v.") and (entry := await self.runs.get(key)):
+                found.append(decode(entry.value, VersionRecord))
+        return found
+
+    async def put_version(self, record: VersionRecord) -> None:
+        await self.runs.put(names.version_key(record.run, record.adapter.version), record.encode())
+
+    async def control(self, run: str) -> Control | None:
+        entry = await self.runs.get(names.control_key(run))
+        return decode(entry.value, Control) if entry else None
+
+    async def put_control(self, control: Control) -> None:
+        await self.runs.put(names.control_key(control.run), control.encode())
+
+    async def forget(self, run: str) -> None:
+        """Remove every record of a run."""
+        for key in await self.runs.keys():
+            if key == run or key.startswith(f"{run}."):
+                await self.runs.delete(key)
+
+    async def put_node(self, node: Node) -> None:
+        await self.nodes.put(node.id, node.encode())
+
+    async def remove_node(self, node: str) -> None:
+        await self.nodes.delete(node)
+
+
+class Roster:
+    """Who is there: the nodes bucket, followed. A node that is silent for PRESENCE_TTL is gone."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nodes: dict[str, tuple[Node, float]] = {}
+        self._clock = clock
+        self._changed = on_change
+        self._watch = Watch(registry.nodes, self._apply)
+        self.ready = self._watch.ready
+
+    def _apply(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self._nodes.pop(key, None)
+        else:
+            try:
+                self._nodes[key] = (decode(value, Node), self._clock())
+            except MalformedMessage as error:
+                log.warning("node %s is malformed: %s", key, error)
+                return
+        self._changed()
+
+    def present(self, kind: str = "", fleet: str = "") -> list[Node]:
+        """The nodes that are there, by id; of one kind and one fleet if named."""
+        now = self._clock()
+        return sorted(
+            (
+                node
+                for node, seen in self._nodes.values()
+                if now - seen < PRESENCE_TTL and (not kind or node.node == kind) and (not fleet or node.fleet == fleet)
+            ),
+            key=lambda node: node.id,
+        )
+
+    def get(self, node: str) -> Node | None:
+        found = self._nodes.get(node)
+        return found[0] if found and self._clock() - found[1] < PRESENCE_TTL else None
+
+    async def close(self) -> None:
+        await self._watch.close()
+
+
+class Heads:
+    """Every run's head, version and control records, followed."""
+
+    def __init__(self, registry: Registry, *, on_change: Callable[[str], None] = lambda run: None) -> None:
+        self.heads: dict[str, Head] = {}
+        self.versions: dict[str, dict[int, VersionRecord]] = {}
+        self.controls: dict[str, Control] = {}
+        self._changed = on_change
+        self._watch = Watch(registry.runs, self._apply)
+        self.ready = self._watch.ready
+
+    def _apply(self, key: str, value: bytes | None) -> None:
+        run, _, rest = key.partition(".")
+        try:
+            if not rest:
+                _set(self.heads, run, decode(value, Head) if value else None)
+            elif rest == "control":
+                _set(self.controls, run, decode(value, Control) if value else None)
+            elif rest.startswith("v."):
+                _set(self.versions.setdefault(run, {}), int(rest[2:]), decode(value, VersionRecord) if value else None)
+        except (MalformedMessage, ValueError) as error:
+            log.warning("record %s is malformed: %s", key, error)
+            return
+        self._changed(run)
+
+    async def close(self) -> None:
+        await self._watch.close()
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _set(table: dict[K, V], key: K, value: V | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value

@@ -1,0 +1,212 @@
+"""The object store: any S3, used so that the least of them is enough.
+
+Objects are immutable, each key is written by one writer and ends in the content's sha256, and whoever reads verifies
+size and sha256 against what the message or the registry recorded. No conditional put, no user metadata, no
+overwriting: some servers ignore or lose them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+import urllib3
+from minio import Minio
+from minio.error import InvalidResponseError, MinioException, S3Error
+
+from broker.errors import ConfigError, ConnectionFailed, ObjectCorrupt, ObjectMissing, StoreError
+from broker.messages import BlobRef
+
+T = TypeVar("T")
+
+DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
+MISSING = {"NoSuchKey", "NoSuchBucket", "NotFound"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where the store is and who asks. Written as `http(s)://ACCESS:SECRET@host:port/bucket`."""
+
+    endpoint: str
+    secure: bool
+    access_key: str
+    secret_key: str
+    bucket: str = "farflung"
+    region: str = "us-east-1"
+
+    @classmethod
+    def parse(cls, url: str, *, access_key: str = "", secret_key: str = "", region: str = "") -> StoreAddress:
+        """Read a store URL; keys given apart from it win. Raises ConfigError."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"{parts.hostname or url!r} is no S3 URL; expected http(s)://ACCESS:SECRET@host:port/bucket"
+            )
+        return cls(
+            endpoint=parts.hostname + (f":{parts.port}" if parts.port else ""),
+            secure=parts.scheme == "https",
+            access_key=access_key or unquote(parts.username or ""),
+            secret_key=secret_key or unquote(parts.password or ""),
+            bucket=parts.path.strip("/") or "farflung",
+            region=region or "us-east-1",
+        )
+
+    @property
+    def shown(self) -> str:
+        """The address without its secrets."""
+        return f"{'https' if self.secure else 'http'}://{self.endpoint}/{self.bucket}"
+
+
+class Store:
+    """An S3 bucket. Every call runs in a thread of a small pool, so that nothing blocks the event loop."""
+
+    def __init__(self, address: StoreAddress, *, threads: int = 16, attempts: int = 4) -> None:
+        self.address = address
+        self._attempts = attempts
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
+        self._client = Minio(
+            address.endpoint,
+            access_key=address.access_key or None,
+            secret_key=address.secret_key or None,
+            secure=address.secure,
+            region=address.region,
+            http_client=urllib3.PoolManager(
+                maxsize=threads, timeout=urllib3.Timeout(connect=5, read=60), retries=urllib3.Retry(0, redirect=2)
+            ),
+        )
+
+    async def open(self, *, timeout: float = 15.0) -> None:
+        """Make sure the bucket is there and may be used.
+
+        Raises ConnectionFailed, naming the URL, when the store cannot be reached or refuses the credentials.
+        """
+
+        def prepare() -> None:
+            if not self._client.bucket_exists(self.address.bucket):
+                self._client.make_bucket(self.address.bucket)
+            next(iter(self._client.list_objects(self.address.bucket, prefix="runs/", max_keys=1)), None)
+
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await self._run(prepare)
+                return
+            except S3Error as error:
+                if error.code in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                    return
+                if error.code in DENIED or time.monotonic() > deadline:
+                    raise ConnectionFailed(
+                        f"S3 at {self.address.shown} refused: {error.code}; check the access key and the secret key"
+                    ) from error
+            except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionFailed(
+                        f"S3 at {self.address.shown} cannot be reached ({_brief(error)}); "
+                        "is the server running, and is the URL right?"
+                    ) from error
+            await asyncio.sleep(0.5)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def put(self, prefix: str, data: bytes) -> BlobRef:
+        """Store `data` under `{prefix}/{sha256}` and return what identifies it. Raises StoreError."""
+        ref = reference(prefix, data)
+
+        def upload() -> None:
+            self._client.put_object(self.address.bucket, ref.key, io.BytesIO(data), len(data))
+
+        await self._retry(upload, f"put {ref.key} ({len(data)} bytes)")
+        return ref
+
+    async def get(self, ref: BlobRef) -> bytes:
+        """The object, verified against its size and sha256. Raises ObjectMissing, ObjectCorrupt or StoreError."""
+        data = await self.read(ref.key)
+        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise ObjectCorrupt(f"{ref.key}: expected {ref.size} bytes with sha256 {ref.sha256}, got {len(data)} bytes")
+        return data
+
+    async def read(self, key: str) -> bytes:
+        """The object's bytes, unverified. Raises ObjectMissing or StoreError."""
+
+        def download() -> bytes:
+            response = self._client.get_object(self.address.bucket, key)
+            try:
+                return bytes(response.read())
+            finally:
+                response.close()
+                response.release_conn()
+
+        return await self._retry(download, f"get {key}")
+
+    async def exists(self, ref: BlobRef) -> bool:
+        """Whether the object is there with its recorded size. Does not read it."""
+
+        def look() -> bool:
+            return bool(self._client.stat_object(self.address.bucket, ref.key).size == ref.size)
+
+        try:
+            return await self._retry(look, f"stat {ref.key}")
+        except ObjectMissing:
+            return False
+
+    async def list(self, prefix: str) -> list[tuple[str, float]]:
+        """Keys under `prefix` with the time each was written (seconds since the epoch, by the store's clock)."""
+
+        def walk() -> list[tuple[str, float]]:
+            found = self._client.list_objects(self.address.bucket, prefix=prefix, recursive=True)
+            return [(item.object_name, item.last_modified.timestamp()) for item in found if not item.is_dir]
+
+        return await self._retry(walk, f"list {prefix}")
+
+    async def remove(self, key: str) -> None:
+        """Remove an object; one that is gone already is no error."""
+        try:
+            await self._retry(lambda: self._client.remove_object(self.address.bucket, key), f"remove {key}")
+        except ObjectMissing:
+            return
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    async def _retry(self, call: Callable[[], T], what: str) -> T:
+        for attempt in range(self._attempts):
+            try:
+                return await self._run(call)
+            except S3Error as error:
+                if error.code in MISSING:
+                    raise ObjectMissing(f"{what}: no such object in {self.address.shown}") from error
+                if error.code in DENIED:
+                    raise StoreError(f"{what}: {self.address.shown} refused: {error.code}") from error
+                problem: Exception = error
+            except InvalidResponseError as error:
+                # Some servers answer a missing key with a plain-text 404.
+                if "404" in str(error):
+                    raise ObjectMissing(f"{what}: no such object in {self.address.shown}") from error
+                problem = error
+            except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+                problem = error
+            if attempt + 1 < self._attempts:
+                await asyncio.sleep(0.25 * 3**attempt)
+        raise StoreError(
+            f"{what} failed {self._attempts} times at {self.address.shown}: {_brief(problem)}; "
+            "is the store up, and does its disk have room?"
+        ) from problem
+
+
+def reference(prefix: str, data: bytes) -> BlobRef:
+    """The key, size and sha256 that `data` will have under `prefix`."""
+    digest = hashlib.sha256(data).hexdigest()
+    return BlobRef(key=f"{prefix}/{digest}", size=len(data), sha256=digest)
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:200] or type(error).__name__

@@ -1,0 +1,92 @@
+"""OTLP as JSON lines in files, for machines without a collector. Jaeger's UI opens the trace files as they are."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+MAX_BYTES = 256 * 1024 * 1024
+"""A file that has grown to this size is kept as `.1` and begun anew."""
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._lock = threading.Lock()
+
+    def append(self, record: dict[str, Any]) -> bool:
+        """One line more; False when the disk refuses, which must never stop what is being observed."""
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        with self._lock:
+            try:
+                if self._path.exists() and self._path.stat().st_size > MAX_BYTES:
+                    self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
+                with self._path.open("a") as file:
+                    file.write(line)
+            except OSError:
+                return False
+        return True
+
+
+class FileSpanExporter(SpanExporter):
+    """Appends each batch of spans to `path` as one line of OTLP JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _Lines(path)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        record = _plain(encode_spans(spans))
+        return SpanExportResult.SUCCESS if self._lines.append(record) else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        return None
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True
+
+
+class FileMetricExporter(MetricExporter):
+    """Appends each collection of metrics to `path` as one line of OTLP JSON."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._lines = _Lines(path)
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
+        record = _plain(encode_metrics(metrics_data))
+        return MetricExportResult.SUCCESS if self._lines.append(record) else MetricExportResult.FAILURE
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        return None
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        return True
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return dict(_hex_ids(MessageToDict(message, use_integers_for_enums=True)))
+
+
+def _hex_ids(value: Any) -> Any:
+    """OTLP's JSON form writes trace and span ids in hex, where protobuf's would use base64."""
+    if isinstance(value, dict):
+        return {
+            key: base64.b64decode(item).hex() if key in ("traceId", "spanId", "parentSpanId") else _hex_ids(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_hex_ids(item) for item in value]
+    return value
