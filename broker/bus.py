@@ -15,7 +15,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import nats
@@ -23,6 +23,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from broker import names
@@ -37,6 +38,9 @@ Stored = Literal["stored", "duplicate", "occupied"]
 FETCH_SECONDS = 5.0
 """A fetch across a server restart hangs its full timeout, so no fetch waits longer than this."""
 
+CONSUMER_CHECK_SECONDS = 2.0
+"""How often an empty-handed pull makes sure that its consumer still exists."""
+
 USER_TIMEOUT_MS = 3000
 """Unacknowledged data on a socket fails it after this long; a half-open link then recovers in about 3 s."""
 
@@ -44,6 +48,13 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_FULL = 10077
 NO_ROOM = (10023, 10047)
 """The server's disk or memory for streams is used up."""
+
+
+class Receipt(NamedTuple):
+    """What the broker said to a publish; `sequence` is the message's place in the stream, 0 if it was not stored."""
+
+    outcome: Stored
+    sequence: int
 
 
 class StreamFull(FarflungError):
@@ -99,32 +110,46 @@ class Delivery:
 class Puller:
     """Fetches from one durable consumer."""
 
-    def __init__(self, subscription: object, stream: str, consumer: str) -> None:
+    def __init__(self, jetstream: JetStreamContext, subscription: object, stream: str, consumer: str) -> None:
+        self._jetstream = jetstream
         self._subscription = subscription
         self.stream = stream
         self.consumer = consumer
+        self._checked = time.monotonic()
 
     async def fetch(self, batch: int, timeout: float) -> list[Delivery]:
-        """Up to `batch` messages; an empty list when none came within `timeout` seconds. Raises ConsumerGone."""
+        """Up to `batch` messages; an empty list when none came within `timeout` seconds. Raises ConsumerGone.
+
+        A pull from a consumer that was deleted meanwhile is answered by silence, so silence is looked into.
+        """
         try:
             messages = await self._subscription.fetch(batch, timeout=min(timeout, FETCH_SECONDS))  # type: ignore[attr-defined]
         except (TimeoutError, nats.errors.TimeoutError):
+            await self._check()
             return []
-        except nats.js.errors.ServiceUnavailableError:
-            await asyncio.sleep(0.2)
-            return []
-        except (nats.js.errors.NotFoundError, nats.errors.NoRespondersError) as error:
-            raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error}") from error
         except nats.js.errors.APIError as error:
-            if "consumer deleted" in str(error).lower() or "consumer is push" in str(error).lower():
-                raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error}") from error
+            if "consumer deleted" in str(error).lower():
+                raise ConsumerGone(f"consumer {self.consumer} of {self.stream} was deleted") from error
             log.warning("fetch from %s failed, trying again: %s", self.stream, error)
             await asyncio.sleep(0.5)
+            await self._check()
             return []
-        except (nats.errors.ConnectionClosedError, nats.errors.ConnectionReconnectingError, ConnectionError):
+        except (nats.errors.Error, OSError) as error:
+            log.info("fetch from %s failed, trying again: %s", self.stream, error)
             await asyncio.sleep(0.5)
             return []
         return [Delivery(message) for message in messages]
+
+    async def _check(self) -> None:
+        if time.monotonic() - self._checked < CONSUMER_CHECK_SECONDS:
+            return
+        self._checked = time.monotonic()
+        try:
+            await self._jetstream.consumer_info(self.stream, self.consumer)
+        except nats.js.errors.NotFoundError as error:
+            raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error.description}") from error
+        except (nats.errors.Error, TimeoutError, OSError):
+            return
 
     async def close(self) -> None:
         with contextlib.suppress(nats.errors.Error, ValueError):
@@ -251,7 +276,7 @@ class Bus:
         id: str,
         headers: Mapping[str, str] | None = None,
         timeout: float = 60.0,
-    ) -> Stored:
+    ) -> Receipt:
         """Store one message and wait for the broker's word.
 
         Retried with the same `id` until `timeout` seconds have passed, so that a lost answer stores nothing twice.
@@ -269,7 +294,7 @@ class Bus:
                     raise
                 if error.err_code == STREAM_FULL:
                     if "per subject" in str(error.description):
-                        return "occupied"
+                        return Receipt("occupied", 0)
                     raise StreamFull(f"{subject}: {error.description}") from error
                 if error.err_code in NO_ROOM or "no space" in str(error.description).lower():
                     raise StoreError(f"NATS cannot store {subject}: {error.description}; free its disk") from error
@@ -277,7 +302,7 @@ class Bus:
             except (nats.js.errors.NoStreamResponseError, nats.errors.Error, TimeoutError, OSError) as error:
                 problem = str(error) or type(error).__name__
             else:
-                return "duplicate" if answer.duplicate else "stored"
+                return Receipt("duplicate" if answer.duplicate else "stored", int(answer.seq))
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"NATS at {self.url} did not store {subject} in {timeout:.0f} s: {problem}")
             await asyncio.sleep(0.1 + random.random() * 0.4)
@@ -315,7 +340,7 @@ class Bus:
             subscription = await self.jetstream.pull_subscribe_bind(consumer=name, stream=stream)
         except (nats.js.errors.NotFoundError, nats.js.errors.BadRequestError) as error:
             raise ConsumerGone(f"{stream} does not accept the consumer {name}: {error.description}") from error
-        return Puller(subscription, stream, name)
+        return Puller(self.jetstream, subscription, stream, name)
 
     async def delete_consumers(self, stream: str, *, keep: str) -> list[str]:
         """Delete every consumer of `stream` but `keep`; returns their names."""

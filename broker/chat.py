@@ -224,7 +224,7 @@ def _compile(text: str) -> jinja2.Template:
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks an assistant's text for training masks; it renders as what stands in it."""
 
-        tags = {"generation"}  # noqa: RUF012
+        tags = {"generation"}
 
         def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             next(parser.stream)

@@ -91,7 +91,7 @@ class Store:
         def prepare() -> None:
             if not self._client.bucket_exists(self.address.bucket):
                 self._client.make_bucket(self.address.bucket)
-            next(iter(self._client.list_objects(self.address.bucket, prefix="runs/", max_keys=1)), None)
+            next(iter(self._client.list_objects(self.address.bucket, prefix="none/")), None)
 
         deadline = time.monotonic() + timeout
         while True:

@@ -1,0 +1,180 @@
+"""The bus and the registry against a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from broker import names
+from broker.bus import (
+    Bus,
+    ConsumerGone,
+    StreamFull,
+    actors_consumer,
+    dead_config,
+    groups_config,
+    learner_consumer,
+    tasks_config,
+)
+from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
+from broker.messages import Control, DeadLetter, Head, Node, Task, decode
+from broker.registry import Heads, Registry, Roster
+from deploy.servers import Server, free_port, nats_launch
+from tests.waiting import until
+
+pytestmark = pytest.mark.servers
+
+
+def task(group: str, run: str = "r") -> Task:
+    return Task(run=run, incarnation="i", group=group, index=0, columns={"prompt": "x"}, group_size=2, seed=0)
+
+
+def head(run: str, **changes: object) -> Head:
+    fields: dict[str, object] = {
+        "run": run, "fleet": "f", "incarnation": "i", "epoch": 1, "learner": "l", "step": 0, "head": 0, "active": 0,
+        "max_staleness": 1, "state": "running",
+    }  # fmt: skip
+    return Head(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+async def test_a_subject_holds_one_message_and_an_id_is_stored_once(bus: Bus) -> None:
+    await bus.ensure_stream(tasks_config("one"))
+    subject = names.task_subject("one", "g1")
+    assert (await bus.publish(subject, task("g1"), id="a")).outcome == "stored"
+    assert (await bus.publish(subject, task("g1"), id="a")).outcome == "duplicate"
+    assert (await bus.publish(subject, task("g1"), id="b")).outcome == "occupied"
+    assert await bus.subjects_held(names.tasks_stream("one")) == {subject}
+
+
+async def test_a_full_stream_refuses_at_once_and_the_same_id_is_good_later(bus: Bus) -> None:
+    await bus.ensure_stream(groups_config("full", window=1))
+    await bus.publish(names.group_subject("full", "g1"), task("g1"), id="a")
+    with pytest.raises(StreamFull):
+        await bus.publish(names.group_subject("full", "g2"), task("g2"), id="b")
+    puller = await bus.puller(names.groups_stream("full"), learner_consumer("full", 1))
+    [delivery] = await puller.fetch(1, 5)
+    assert await delivery.ack()
+    assert (await bus.publish(names.group_subject("full", "g2"), task("g2"), id="b")).outcome == "stored"
+
+
+async def test_an_unacknowledged_task_comes_again_and_a_heartbeat_keeps_it(bus: Bus) -> None:
+    await bus.ensure_stream(tasks_config("lease"))
+    puller = await bus.puller(names.tasks_stream("lease"), actors_consumer(ack_wait=1.0))
+    await bus.publish(names.task_subject("lease", "g"), task("g"), id="a")
+    [first] = await puller.fetch(1, 5)
+    assert first.attempt == 1
+    for _ in range(4):
+        assert await puller.fetch(1, 0.5) == []
+        await first.in_progress()
+    [second] = await puller.fetch(1, 5)
+    assert second.attempt == 2
+    assert decode(second.data, Task).group == "g"
+
+
+async def test_a_deleted_consumer_is_told_from_an_empty_one(bus: Bus) -> None:
+    await bus.ensure_stream(groups_config("fence", window=8))
+    stream = names.groups_stream("fence")
+    old = await bus.puller(stream, learner_consumer("fence", 1))
+    await bus.publish(names.group_subject("fence", "g"), task("g"), id="a")
+    assert len(await old.fetch(1, 5)) == 1
+    deleted = await bus.delete_consumers(stream, keep=names.learner_consumer("fence", 2))
+    assert deleted == [names.learner_consumer("fence", 1)]
+    new = await bus.puller(stream, learner_consumer("fence", 2))
+    assert len(await new.fetch(1, 5)) == 1, "what the old epoch had not acknowledged comes over at once"
+    with pytest.raises(ConsumerGone):
+        for _ in range(5):
+            await old.fetch(1, 1)
+
+
+async def test_a_malformed_message_is_dead_lettered_and_the_next_is_served(bus: Bus) -> None:
+    await bus.ensure_stream(dead_config())
+    served: list[str] = []
+
+    async def handler(message: object) -> None:
+        served.append(decode(message.data, Task).group)  # type: ignore[attr-defined]
+
+    await bus.subscribe("malformed.test", handler)
+    await bus.client.publish("malformed.test", b"\xff\xff")
+    await bus.send("malformed.test", Control(run="r", wanted="run"))
+    await bus.send("malformed.test", task("good"))
+    await until(lambda: served == ["good"])
+    assert bus.dead_letters == 2
+    letter = await bus.jetstream.get_last_msg(names.DEAD_STREAM, names.dead_subject("test"))
+    kept = decode(letter.data or b"", DeadLetter)
+    assert kept.subject == "malformed.test"
+    assert "expected" in kept.reason.lower() or "valid" in kept.reason
+
+
+def test_a_message_of_another_schema_is_refused_by_name() -> None:
+    import msgpack
+
+    body = msgpack.unpackb(task("g").encode())
+    body["schema"] = 99
+    with pytest.raises(MalformedMessage, match="schema 1, got 99"):
+        decode(msgpack.packb(body), Task)
+
+
+async def test_compare_and_set_lets_one_writer_win(registry: Registry) -> None:
+    first = await registry.set_head(head("cas"), 0)
+    with pytest.raises(RegistryConflict):
+        await registry.set_head(head("cas", epoch=2), 0)
+    second = await registry.set_head(head("cas", epoch=2), first)
+    assert second > first
+    assert await registry.set_head(head("cas", epoch=2), first) == second, "a lost answer to our own write is found"
+    found = await registry.head("cas")
+    assert found is not None
+    assert found[0].epoch == 2
+
+
+async def test_watches_follow_changes_and_deletions(registry: Registry) -> None:
+    heads = Heads(registry)
+    roster = Roster(registry)
+    await asyncio.wait_for(asyncio.gather(heads.ready.wait(), roster.ready.wait()), 10)
+    revision = await registry.set_head(head("watched"), 0)
+    await until(lambda: "watched" in heads.heads)
+    await registry.set_head(head("watched", step=5), revision)
+    await until(lambda: heads.heads["watched"].step == 5)
+    await registry.put_node(Node(id="n1", node="actor", fleet="f", host="h", pid=1, state="ready"))
+    await until(lambda: roster.get("n1"))
+    await registry.remove_node("n1")
+    await until(lambda: roster.get("n1") is None)
+    await registry.forget("watched")
+    await until(lambda: "watched" not in heads.heads)
+    await heads.close()
+    await roster.close()
+
+
+async def test_a_watch_hears_again_after_the_broker_was_killed(tmp_path: Path) -> None:
+    server = Server(nats_launch(tmp_path, port=free_port(), fixed=True), tmp_path / "log")
+    server.start()
+    bus = await Bus.connect(server.launch.url, "test")
+    registry = await Registry.open(bus)
+    heads = Heads(registry)
+    await asyncio.wait_for(heads.ready.wait(), 10)
+    revision = await registry.set_head(head("x"), 0)
+    await until(lambda: "x" in heads.heads)
+    server.kill()
+    again = Server(server.launch, tmp_path / "log")
+    again.start()
+    try:
+        await registry.set_head(head("x", step=7), revision)
+        await until(lambda: heads.heads["x"].step == 7, within=15)
+    finally:
+        await heads.close()
+        await bus.close()
+        again.stop()
+
+
+async def test_an_unreachable_server_is_named_within_the_time_given() -> None:
+    port = free_port()
+    with pytest.raises(ConnectionFailed, match=f"nats://127.0.0.1:{port} cannot be reached"):
+        await Bus.connect(f"nats://user:secret@127.0.0.1:{port}", "test", timeout=1)
+
+
+async def test_wrong_credentials_are_told_without_the_password(nats_server: Server) -> None:
+    url = f"nats://farflung:wrong@127.0.0.1:{nats_server.launch.port}"
+    with pytest.raises(ConnectionFailed, match="check the user and password") as caught:
+        await Bus.connect(url, "test", timeout=3)
+    assert "wrong" not in str(caught.value)
