@@ -205,6 +205,7 @@ class GenerateRefused(Message, frozen=True, kw_only=True, tag="refused"):
     """No continuation, and why. Not retryable: the same request can never succeed."""
 
     id: Name
+    code: Literal["unavailable", "prompt_too_long", "failed"]
     reason: str
     retryable: bool
     source: str
@@ -224,6 +225,8 @@ class Completion(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    blocks: list[bytes] = []
+    """Hashes of the full blocks its continuation added to the replica's cache (`broker.blocks.chain`)."""
 
 
 class ReplicaLoad(Message, frozen=True, kw_only=True, tag="load"):
@@ -291,6 +294,8 @@ class Head(Message, frozen=True, kw_only=True, tag="head"):
     """The run's configuration, so that an actor needs no file."""
     code: dict[str, str] = {}
     """Source hashes of the user's code this run was created with, by name."""
+    model: str = ""
+    """The fingerprint of the base model."""
     summary: dict[str, float] = {}
     """Figures of the last step, for whoever looks from outside."""
 
@@ -308,6 +313,8 @@ class VersionRecord(Message, frozen=True, kw_only=True, tag="version"):
     detail: str = ""
     reward: float | None = None
     """Mean reward of the step that made it."""
+    trace: dict[str, str] = {}
+    """The `traceparent` of the step that made it: loading it is part of that trace."""
 
 
 class Control(Message, frozen=True, kw_only=True, tag="control"):

@@ -232,7 +232,12 @@ class Registry:
         return found
 
     async def put_version(self, record: VersionRecord) -> None:
-        await self.runs.put(names.version_key(record.run, record.adapter.version), record.encode())
+        """Write a version record, unless a later epoch or incarnation has written it. Raises RegistryConflict then."""
+        key = names.version_key(record.run, record.adapter.version)
+        entry = await self.runs.get(key)
+        if entry is not None and decode(entry.value, VersionRecord).epoch > record.epoch:
+            raise RegistryConflict(f"{key} was written by a later epoch")
+        await self.runs.compare_and_set(key, record.encode(), entry.revision if entry else 0)
 
     async def control(self, run: str) -> Control | None:
         entry = await self.runs.get(names.control_key(run))

@@ -196,6 +196,10 @@ class Server:
         """Its exit code, None while it runs."""
         return self._process.poll() if self._process else None
 
+    def wait(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        return self._process.wait() if self._process else 0
+
     def kill(self) -> None:
         """SIGKILL it, as a crash would."""
         if self._process is not None:

@@ -72,9 +72,15 @@ def backoff(attempt: int) -> float:
     return BACKOFF[min(attempt, len(BACKOFF)) - 1]
 
 
-def served_versions(active: int, max_staleness: int, known: Iterable[int]) -> list[int]:
-    """The versions that stay loaded once `active` is: those a trainable group may still be sampled under.
+def live_versions(*, head: int, active: int, max_staleness: int, known: Iterable[int]) -> list[int]:
+    """The versions that replicas keep loaded, oldest first: every one that a trainable group may still be sampled
+    under, the active one, and the newest committed one. The base model, version 0, needs no slot.
 
-    Version 0 is the base model and needs no slot.
+    With the one being offered that is at most `max_staleness + 2`, however far `active` is behind: versions that were
+    skipped, or that the next step would find too old, are not among them.
     """
-    return sorted(version for version in set(known) if version > 0 and active - max_staleness <= version)
+    return sorted(
+        version
+        for version in set(known)
+        if version > 0 and (head - max_staleness <= version <= active or version in (active, head))
+    )

@@ -72,7 +72,8 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """issued, open, each outcome and late, for people and for the summary."""
-        return {"issued": self.issued, "open": self.open_groups, **self.closed, "late": self.late}
+        outcomes = {str(outcome): number for outcome, number in self.closed.items()}
+        return {"issued": self.issued, "open": self.open_groups, **outcomes, "late": self.late}
 
     def to_state(self, without: Iterable[tuple[str, Outcome]] = ()) -> dict[str, Any]:
         """What a commit stores; `without` are closings that take effect with this very commit."""

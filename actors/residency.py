@@ -1,0 +1,45 @@
+"""Which adapters a replica should hold. Pure: the registry's records in, a list out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from broker.messages import AdapterRef, Head, VersionRecord
+
+
+def wanted(
+    heads: Mapping[str, Head], versions: Mapping[str, Mapping[int, VersionRecord]], fleet: str
+) -> list[AdapterRef]:
+    """Every adapter to hold for `fleet`, the most needed first.
+
+    A run's active version comes first, then the newest committed one, then the other live ones, newest first, then
+    the one its learner offers ahead of the commit. Runs that go on come before those that have ended.
+    """
+    found: list[tuple[int, int, str, AdapterRef]] = []
+    for run, head in heads.items():
+        if head.fleet != fleet:
+            continue
+        ended = 0 if head.state in ("running", "paused") else 10
+        for ref in head.live:
+            need = 0 if ref.version == head.active else 1 if ref.version == head.head else 2
+            found.append((ended + need, -ref.version, run, ref))
+        offer = offered(head, versions.get(run, {}))
+        if offer is not None:
+            found.append((ended + 3, -offer.version, run, offer))
+    unique: dict[str, AdapterRef] = {}
+    for _, _, _, ref in sorted(found, key=lambda item: item[:3]):
+        unique.setdefault(ref.name, ref)
+    return list(unique.values())
+
+
+def offered(head: Head, versions: Mapping[int, VersionRecord]) -> AdapterRef | None:
+    """The version that the run's present learner offers ahead of its commit, None when there is none."""
+    ahead = [
+        record
+        for version, record in versions.items()
+        if version > head.head
+        and record.state == "offered"
+        and record.incarnation == head.incarnation
+        and record.epoch == head.epoch
+    ]
+    return max(ahead, key=lambda record: record.adapter.version).adapter if ahead else None

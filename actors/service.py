@@ -1,0 +1,467 @@
+"""The actor: leases tasks, runs their episodes, stores the groups.
+
+Invariant: a task is acknowledged only after the broker has acknowledged what answers it (GroupReady or GroupFailed).
+So whatever happens to this process, the task is answered by it or runs again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from actors.episode import GroupOutcome, Sampled, episode_seed, run_group
+from actors.generation import Generator
+from actors.workload import Workload, Workloads
+from broker import names
+from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
+from broker.chat import ChatTokenizer
+from broker.errors import FarflungError, MalformedMessage, StoreError
+from broker.messages import (
+    FailureKind,
+    GenerateRequest,
+    GroupFailed,
+    GroupReady,
+    Head,
+    Ids,
+    Message,
+    Node,
+    Task,
+    decode,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
+from broker.store import Store
+from broker.trajectories import Group
+from observability import metrics, tracing
+from observability.shares import Share
+
+log = logging.getLogger(__name__)
+
+POLL_ALONE = 2.0
+"""How long an actor waits at the only run's queue."""
+
+POLL_AMONG = 0.1
+"""How long it waits at each queue when several runs share it."""
+
+REFUSED_RETRY_SECONDS = 0.5
+"""A full groups stream is tried again after this long."""
+
+
+@dataclass
+class Lease:
+    """A task being worked on."""
+
+    delivery: Delivery
+    task: Task
+    workload: Workload
+    version: int
+    adapter: str | None
+    began: float
+    work: asyncio.Task[GroupOutcome] | None = None
+    stale: bool = False
+    sampled: dict[int, int] = field(default_factory=dict)
+    """Tokens sampled so far, by episode."""
+
+
+class Actor:
+    """Runs episodes for every run of its fleet."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registry: Registry,
+        store: Store,
+        tokenizer: ChatTokenizer,
+        *,
+        fleet: str,
+        id: str,
+        context: int,
+        roots: Sequence[Path],
+        max_inflight: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._store = store
+        self._tokenizer = tokenizer
+        self.fleet = fleet
+        self.id = id
+        self._context = context
+        self._max_inflight = max_inflight
+        self._clock = clock
+        self._generator = Generator(bus, fleet=fleet)
+        self._workloads = Workloads(roots)
+        self._pullers: dict[str, Puller] = {}
+        self._leases: dict[str, Lease] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._busy = Share()
+        self._idle_held_back = Share()
+        self._outside = Share()
+        self._episodes = 0
+        self._heads: Heads
+        self._roster: Roster
+
+    async def run(self) -> None:
+        """Work until cancelled; tasks under way are then given back, to run elsewhere at once."""
+        self._heads = Heads(self._registry, on_change=self._on_head)
+        self._roster = Roster(self._registry)
+        try:
+            await self._heads.ready.wait()
+            await self._roster.ready.wait()
+            await self._generator.start()
+            log.info("actor %s works for fleet %s", self.id, self.fleet)
+            await asyncio.gather(self._announce(), self._lease_tasks())
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._heads.close()
+            await self._roster.close()
+            await self._registry.remove_node(self.id)
+
+    # ------------------------------------------------------------------------------------------------------ leasing
+
+    def _on_head(self, run: str) -> None:
+        """A run moved on: cancel groups whose version is too old to be trained on."""
+        self._changed.set()
+        head = self._heads.heads.get(run)
+        for lease in self._leases.values():
+            if lease.task.run != run or lease.stale:
+                continue
+            gone = head is None or head.incarnation != lease.task.incarnation
+            if gone or (head is not None and lease.version < head.head - head.max_staleness):
+                lease.stale = True
+                if lease.work is not None:
+                    lease.work.cancel()
+
+    def _episodes_running(self) -> int:
+        return sum(lease.task.group_size for lease in self._leases.values())
+
+    def _workable(self) -> list[tuple[Head, Workload]]:
+        """Runs to take tasks of: of this fleet, running, their learner present, their code here."""
+        learners = {node.run for node in self._roster.present("learner")}
+        found = []
+        for head in self._heads.heads.values():
+            if head.fleet == self.fleet and head.state == "running" and head.run in learners:
+                workload = self._workloads.of(head)
+                if workload is not None:
+                    found.append((head, workload))
+        return sorted(found, key=lambda item: item[0].run)
+
+    async def _lease_tasks(self) -> None:
+        """Take tasks, one run after the other, while episodes may start."""
+        turn = 0
+        while True:
+            runs = self._workable()
+            self._note_shares(idle=True)
+            if not runs or self._full(runs):
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._changed.wait()
+                continue
+            turn += 1
+            head, workload = runs[turn % len(runs)]
+            if self._room(workload) <= 0:
+                continue
+            puller = await self._puller(head.run)
+            if puller is None:
+                await asyncio.sleep(0.5)
+                continue
+            try:
+                deliveries = await puller.fetch(1, POLL_ALONE if len(runs) == 1 else POLL_AMONG)
+            except ConsumerGone as error:
+                log.info("run %s: %s", head.run, error)
+                await self._pullers.pop(head.run).close()
+                continue
+            for delivery in deliveries:
+                await self._accept(delivery)
+
+    def _room(self, workload: Workload) -> int:
+        """Groups of this run that may still start here; a group larger than the cap runs alone."""
+        size = workload.spec.algorithm.group_size
+        running = self._episodes_running()
+        if running == 0:
+            return 1
+        return (self._max_inflight - running) // size
+
+    def _full(self, runs: Sequence[tuple[Head, Workload]]) -> bool:
+        return all(self._room(workload) <= 0 for _, workload in runs)
+
+    async def _puller(self, run: str) -> Puller | None:
+        if run not in self._pullers:
+            try:
+                self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer())
+            except (ConsumerGone, TimeoutError) as error:
+                log.info("run %s has no tasks to lease: %s", run, error)
+                return None
+        return self._pullers[run]
+
+    async def _accept(self, delivery: Delivery) -> None:
+        """Start on a task, or put aside what is none."""
+        try:
+            task = decode(delivery.data, Task)
+        except MalformedMessage as error:
+            await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
+            await delivery.ack()
+            return
+        head = self._heads.heads.get(task.run)
+        workload = self._workloads.of(head) if head is not None else None
+        if head is None or workload is None or head.incarnation != task.incarnation:
+            await delivery.release(delay=5.0)
+            return
+        adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
+        lease = Lease(delivery, task, workload, head.active, adapter, self._clock())
+        self._leases[task.group] = lease
+        running = asyncio.create_task(self._work(lease), name=task.group)
+        self._tasks.add(running)
+        running.add_done_callback(self._tasks.discard)
+        self._note_shares(idle=True)
+
+    # ------------------------------------------------------------------------------------------------------ working
+
+    async def _work(self, lease: Lease) -> None:
+        """One group, from lease to acknowledgement."""
+        task = lease.task
+        heartbeat = asyncio.create_task(self._keep(lease.delivery))
+        tracing.begin(
+            "task queue", parent=lease.delivery.headers, start_ns=int(lease.delivery.published * 1e9), group=task.group
+        ).end()
+        try:
+            with tracing.span(
+                "actor", parent=lease.delivery.headers, group=task.group, version=lease.version, actor=self.id
+            ):
+                answer, id = await self._answer(lease)
+                if answer is not None:
+                    await self._publish(lease, answer, id)
+            await lease.delivery.ack()
+        except asyncio.CancelledError:
+            await lease.delivery.release()
+            raise
+        except FarflungError as error:
+            # Neither the store nor the broker would take it: the lease is given back, and the group runs again.
+            log.error("group %s could not be handed over: %s", task.group, error)
+            await lease.delivery.release(delay=5.0)
+        finally:
+            heartbeat.cancel()
+            self._leases.pop(task.group, None)
+            self._changed.set()
+            self._note_shares(idle=True)
+
+    async def _keep(self, delivery: Delivery) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            await delivery.in_progress()
+
+    async def _answer(self, lease: Lease) -> tuple[Message | None, str]:
+        """Run the group; the message that answers its task, and the id to publish it under."""
+        task, spec = lease.task, lease.workload.spec
+        lease.work = asyncio.create_task(
+            run_group(
+                task=task,
+                factory=lease.workload.factory,
+                tokenizer=self._tokenizer,
+                spec=spec,
+                generate=self._generate_for(lease),
+                context=self._context,
+                clock=self._clock,
+            )
+        )
+        try:
+            await asyncio.wait([lease.work])
+        except asyncio.CancelledError:
+            lease.work.cancel()
+            await asyncio.gather(lease.work, return_exceptions=True)
+            raise
+        if lease.stale:
+            reason = f"version {lease.version} fell too far behind while the group ran"
+            return self._failed(lease, "stale", reason, {}), f"{task.group}:stale:{lease.version}"
+        if lease.work.cancelled():
+            reason = "its generation was cancelled"
+            return self._failed(lease, "generation", reason, {}), f"{task.group}:cancelled:{lease.delivery.attempt}"
+        try:
+            outcome = lease.work.result()
+        except Exception as error:
+            log.exception("group %s failed unexpectedly", task.group)
+            reason = f"{type(error).__name__}: {error}"
+            return self._failed(lease, "task", reason, {}), f"{task.group}:failed:{self.id}:{lease.delivery.attempt}"
+        self._count(outcome)
+        if len(outcome.episodes) < min(spec.min_group_size, task.group_size):
+            category, reason = outcome.main_failure()
+            reason = f"{len(outcome.failures)} of {task.group_size} episodes failed: {reason}"
+            return (
+                self._failed(lease, category, reason, outcome.seconds),
+                f"{task.group}:failed:{self.id}:{lease.delivery.attempt}",
+            )
+        return await self._store_group(lease, outcome)
+
+    async def _store_group(self, lease: Lease, outcome: GroupOutcome) -> tuple[GroupReady, str]:
+        task = lease.task
+        group = Group(
+            run=task.run,
+            incarnation=task.incarnation,
+            group=task.group,
+            index=task.index,
+            version=lease.version,
+            adapter=lease.adapter,
+            episodes=outcome.episodes,
+            columns=dict(task.columns),
+        )
+        began = self._clock()
+        with tracing.span("store", group=task.group) as span:
+            data, _ = group.to_blob()
+            ref = await self._store.put(names.group_prefix(task.run, task.incarnation, task.group), data)
+            span.set_attribute("farflung.bytes", len(data))
+        ready = GroupReady(
+            run=task.run,
+            incarnation=task.incarnation,
+            group=task.group,
+            index=task.index,
+            version=lease.version,
+            adapter=lease.adapter,
+            key=ref.key,
+            size=ref.size,
+            sha256=ref.sha256,
+            rewards=group.rewards,
+            lengths=outcome.lengths,
+            seconds={**outcome.seconds, "store": self._clock() - began, "group": self._clock() - lease.began},
+            actor=self.id,
+        )
+        return ready, f"{task.group}:{ref.sha256[:16]}"
+
+    def _failed(self, lease: Lease, failure: FailureKind, reason: str, seconds: dict[str, float]) -> GroupFailed:
+        task = lease.task
+        log.warning("group %s failed (%s): %s", task.group, failure, reason)
+        return GroupFailed(
+            run=task.run,
+            incarnation=task.incarnation,
+            group=task.group,
+            index=task.index,
+            version=lease.version,
+            failure=failure,
+            reason=reason[:2000],
+            lengths=[lease.sampled.get(index, 0) for index in range(task.group_size)],
+            seconds={**seconds, "group": self._clock() - lease.began},
+            actor=self.id,
+        )
+
+    async def _publish(self, lease: Lease, answer: Message, id: str) -> None:
+        """Hand the answer over; a full stream is waited for, with the lease kept."""
+        subject = names.group_subject(lease.task.run, lease.task.group)
+        headers = tracing.headers()
+        while True:
+            try:
+                receipt = await self._bus.publish(subject, answer, id=id, headers=headers)
+            except StreamFull:
+                began = self._clock()
+                await asyncio.sleep(REFUSED_RETRY_SECONDS)
+                self._bus.refused_seconds += self._clock() - began
+                if lease.stale:
+                    raise StoreError("the run moved on while its groups stream was full") from None
+                continue
+            if receipt.outcome != "stored":
+                log.info("group %s was answered already (%s)", lease.task.group, receipt.outcome)
+            return
+
+    def _generate_for(self, lease: Lease) -> Callable[[int, int, Ids, int], asyncio.Future[Sampled]]:
+        """The `generate` that this lease's episodes call: one version for the whole group."""
+        task, sampling = lease.task, lease.workload.spec.sampling
+
+        async def generate(episode: int, turn: int, prompt: Ids, max_new_tokens: int) -> Sampled:
+            reply = await self._generator.generate(
+                GenerateRequest(
+                    id=self._generator.request_id(task.group, episode, turn),
+                    run=task.run,
+                    group=task.group,
+                    siblings=task.group_size,
+                    adapter=lease.adapter,
+                    version=lease.version,
+                    prompt=pack_ids(prompt),
+                    max_new_tokens=max_new_tokens,
+                    temperature=sampling.temperature,
+                    stop_token_ids=list(self._tokenizer.eos_ids),
+                    seed=episode_seed(task.seed + turn, episode),
+                )
+            )
+            tokens = unpack_ids(reply.token_ids)
+            lease.sampled[episode] = lease.sampled.get(episode, 0) + len(tokens)
+            return Sampled(
+                token_ids=np.asarray(tokens, dtype=np.int32),
+                logprobs=unpack_floats(reply.logprobs),
+                finish=reply.finish,
+                version=reply.version,
+                replica=reply.replica,
+                seconds=reply.seconds,
+            )
+
+        return generate  # type: ignore[return-value]
+
+    # ----------------------------------------------------------------------------------------------------- readings
+
+    def _count(self, outcome: GroupOutcome) -> None:
+        self._episodes += len(outcome.episodes)
+        metrics.count("farflung.episodes", len(outcome.episodes), outcome="done")
+        for failure in outcome.failures:
+            metrics.count("farflung.episodes", 1, outcome=failure.category)
+        total = outcome.seconds["generate"] + outcome.seconds["environment"] + outcome.seconds["reward"]
+        if total > 0:
+            now = self._clock()
+            self._outside.set(1 - outcome.seconds["generate"] / total, now)
+
+    def _note_shares(self, *, idle: bool) -> None:
+        """Book how busy the slots are, and how much of their idleness is the learner's holding back."""
+        now = self._clock()
+        busy = min(1.0, self._episodes_running() / self._max_inflight)
+        self._busy.set(busy, now)
+        held_back = any(
+            node.gauges.get("credit", 1.0) <= 0 and node.gauges.get("buffered_steps", 0.0) >= 1.0
+            for node in self._roster.present("learner", self.fleet)
+        )
+        self._idle_held_back.set(1.0 - busy if held_back and idle else 0.0, now)
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "farflung.actor.slots_busy": float(self._episodes_running()),
+            "farflung.actor.slots": float(self._max_inflight),
+            "farflung.backpressure": self._idle_held_back.read(self._clock()),
+        }
+
+    async def _announce(self) -> None:
+        metrics.observe(self._gauges, actor=self.id)
+        while True:
+            now = self._clock()
+            refused = "; ".join(f"run {run}: {reason}" for run, reason in sorted(self._workloads.refused.items()))
+            await self._registry.put_node(
+                Node(
+                    id=self.id,
+                    node="actor",
+                    fleet=self.fleet,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    state="ready",
+                    detail=refused,
+                    capacity=self._max_inflight,
+                    code=self._workloads.code,
+                    gauges={
+                        "episodes": float(self._episodes_running()),
+                        "busy": self._busy.read(now),
+                        "backpressure": self._idle_held_back.read(now),
+                        "outside_generation": self._outside.read(now),
+                        "refused_seconds": self._bus.refused_seconds,
+                        "episodes_done": float(self._episodes),
+                    },
+                )
+            )
+            await asyncio.sleep(PRESENCE_SECONDS / 2)

@@ -1,0 +1,437 @@
+"""The command line. Each command says with an example what it is for; exit codes are those of `broker.errors`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Coroutine
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+from rich.console import Console
+
+from broker.errors import FarflungError
+from deploy import config as configuration
+from deploy.profile import Connection, find
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EPILOG = """Exit codes: 0 done, 1 unexpected error, 2 configuration or usage, 3 NATS or S3 not reachable or refusing,
+4 an embedded server did not start, 5 the run is held by another learner or cannot be continued, 6 the run failed,
+7 the sampled policy was not the recorded one, 8 the object store failed, 130 interrupted."""
+
+
+def _version() -> str:
+    try:
+        return version("farflung")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def connection_options(function: F) -> F:
+    """The options by which a command finds broker and store."""
+    options = [
+        click.option("--nats", envvar="FARFLUNG_NATS", help="NATS URL: nats://user:password@host:4222"),
+        click.option("--s3", envvar="FARFLUNG_S3", help="S3 URL: http(s)://ACCESS:SECRET@host:port/bucket"),
+        click.option("--s3-access-key", envvar=["FARFLUNG_S3_ACCESS_KEY", "AWS_ACCESS_KEY_ID"], help="S3 access key."),
+        click.option("--s3-secret-key", envvar=["FARFLUNG_S3_SECRET_KEY", "AWS_SECRET_ACCESS_KEY"], help="S3 secret."),
+        click.option(
+            "--profile",
+            type=click.Path(dir_okay=False),
+            envvar="FARFLUNG_PROFILE",
+            help="File with both URLs, as `farflung up` writes it. Default: the newest one written.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def telemetry_options(function: F) -> F:
+    """The options by which a component says where its traces go."""
+    function = click.option("--otlp", default="", help="OTLP/HTTP endpoint for traces and metrics.")(function)
+    return click.option(
+        "--telemetry",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Directory for traces and metrics as files, where there is no --otlp endpoint.",
+    )(function)
+
+
+def _connection(options: dict[str, Any]) -> Connection:
+    return find(
+        nats=options.pop("nats"),
+        s3=options.pop("s3"),
+        access_key=options.pop("s3_access_key"),
+        secret_key=options.pop("s3_secret_key"),
+        profile=options.pop("profile"),
+    )
+
+
+def _serve(component: str, id: str, main: Callable[[], Coroutine[Any, Any, int]], options: dict[str, Any]) -> None:
+    from deploy import running
+
+    running.end(running.run(component, id, main, telemetry=options["telemetry"], endpoint=options["otlp"]))
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(_version(), prog_name="farflung")
+def cli() -> None:
+    """Train language models by asynchronous reinforcement learning on machines that share only a network.
+
+    Start with:  farflung up examples/addition.toml
+    """
+
+
+# --------------------------------------------------------------------------------------------------------- one machine
+
+
+@cli.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), help="Default: runs/RUN")
+@click.option("--restart", is_flag=True, help="Begin a new incarnation of the run; the old one is left in the store.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object, as the last line.")
+@click.option("--nats", envvar="FARFLUNG_NATS", help="Use this NATS server, not an embedded one.")
+@click.option("--s3", envvar="FARFLUNG_S3", help="Use this S3 store, not an embedded one.")
+def up(config: Path, directory: Path | None, restart: bool, as_json: bool, nats: str | None, s3: str | None) -> None:
+    """Run a whole training job on this machine: servers, router, actors, learner.
+
+    Ctrl-C stops it; the same command goes on where it stopped.
+
+    Example:  farflung up examples/addition.toml
+    """
+    from deploy import running
+    from deploy.supervisor import Up, UpOptions
+
+    spec = configuration.load(config)
+    directory = directory or Path("runs") / spec.run.name
+    options = UpOptions(config, directory.resolve(), nats, s3, restart, as_json)
+    console = Console(stderr=as_json, highlight=False)
+    summary: dict[str, Any] = {}
+
+    async def main() -> int:
+        summary.update(await Up(spec, options, console).run())
+        return 0
+
+    code = running.run("up", running.node_id("up"), main, level=30)
+    if code == running.INTERRUPTED:
+        console.print(f"stopped; `farflung up {config}` goes on from here")
+    if as_json and summary:
+        click.echo(json.dumps(summary))
+    running.end(code)
+
+
+# ---------------------------------------------------------------------------------------------------------- components
+
+
+def _server_command(kind: str, bind: str, port: int, directory: Path) -> None:
+    from deploy.processes import write_private
+    from deploy.servers import Server, nats_launch, store_launch
+
+    directory = directory.resolve()
+    make = nats_launch if kind == "broker" else store_launch
+    launch = make(directory, bind=bind, port=port, fixed=True)
+    server = Server(launch, directory / f"{launch.name}.log")
+    server.start()
+    write_private(directory / f"{launch.name}.url", launch.url.encode())
+    option = "--nats" if kind == "broker" else "--s3"
+    click.echo(f"{kind} ready; others reach it with\n  {option} {launch.url}")
+    try:
+        code = server.wait()
+    except KeyboardInterrupt:
+        server.stop()
+        code = 0
+    sys.exit(code)
+
+
+@cli.command()
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", default=4222, show_default=True)
+@click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/servers"))
+def broker(bind: str, port: int, directory: Path) -> None:
+    """Run the embedded NATS server (JetStream, synced to disk at every write).
+
+    Example:  farflung broker --bind 0.0.0.0
+    """
+    _server_command("broker", bind, port, directory)
+
+
+@cli.command()
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", default=9000, show_default=True)
+@click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/servers"))
+def store(bind: str, port: int, directory: Path) -> None:
+    """Run the embedded S3 server on a directory.
+
+    Example:  farflung store --bind 0.0.0.0
+    """
+    _server_command("store", bind, port, directory)
+
+
+@cli.command()
+@click.option("--fleet", help="The fleet to serve. Default: that of the only run there is.")
+@connection_options
+@telemetry_options
+def router(fleet: str | None, **options: Any) -> None:
+    """Run a router: places generation requests on replicas by the prefixes they hold.
+
+    Example:  farflung router --fleet smollm2-135m-instruct
+    """
+    from deploy import components, running
+
+    connection = _connection(options)
+    id = running.node_id("router")
+    _serve("router", id, lambda: components.router(connection, fleet, id), options)
+
+
+@cli.command()
+@click.option("--model", help="Base model: a directory, a hub name, or smollm2-135m-instruct. Default: the run's.")
+@click.option("--fleet", help="The fleet to work for. Default: from --model, or that of the only run there is.")
+@click.option("--engine", type=click.Choice(["embedded"]), default="embedded", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
+@click.option("--adapter-slots", default=8, show_default=True, help="Adapters the engine holds at once.")
+@click.option("--max-inflight", default=64, show_default=True, help="Episodes to run at once.")
+@click.option("--threads", type=int, help="CPU threads for the engine. Default: all cores.")
+@click.option(
+    "--code",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory with the runs' rewards and environments. May be given several times.",
+)
+@click.option("--no-engine", is_flag=True, help="Run episodes only; other actors' replicas generate.")
+@connection_options
+@telemetry_options
+def actor(**options: Any) -> None:
+    """Run an actor: runs episodes for every run of its fleet, and hosts one inference engine.
+
+    Example:  farflung actor --model smollm2-135m-instruct --code examples
+    """
+    from deploy import components, running
+
+    connection = _connection(options)
+    id = running.node_id("actor")
+    telemetry = {name: options.pop(name) for name in ("telemetry", "otlp")}
+    _serve("actor", id, lambda: components.actor(connection, id, components.ActorOptions(**options)), telemetry)
+
+
+@cli.command()
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--restart", is_flag=True, help="Begin a new incarnation of the run.")
+@click.option("--take-over", is_flag=True, help="Displace a learner that is present; it stops and says so.")
+@click.option("--threads", type=int, help="CPU threads. Default: all cores.")
+@click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), help="For steps.jsonl.")
+@click.option(
+    "--code",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Further directories with task sources, rewards and environments; CONFIG's own comes first.",
+)
+@connection_options
+@telemetry_options
+def learner(config: Path, **options: Any) -> None:
+    """Run the learner of a run: issues tasks, trains, commits, activates.
+
+    Example:  farflung learner examples/addition.toml
+    """
+    from deploy import components, running
+
+    spec = configuration.load(config)
+    connection = _connection(options)
+    id = running.node_id("learner")
+    telemetry = {name: options.pop(name) for name in ("telemetry", "otlp")}
+    telemetry["otlp"] = telemetry["otlp"] or spec.observability.otlp_endpoint
+    roots = [config.resolve().parent, *options.pop("code")]
+    _serve(
+        "learner",
+        id,
+        lambda: components.learner(connection, spec, id, components.LearnerOptions(roots=roots, **options)),
+        telemetry,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+
+
+@cli.command("config")
+@click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+def show_config(config: Path) -> None:
+    """Print a configuration complete, every key with its meaning.
+
+    Example:  farflung config examples/addition.toml
+    """
+    click.echo(configuration.render(configuration.load(config)), nl=False)
+
+
+def query(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A command that asks broker and store something and ends. Adds the connection options and --dir."""
+
+    @connection_options
+    @click.option(
+        "--dir",
+        "directory",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="A directory of `farflung up` that is not running: its servers are started meanwhile.",
+    )
+    def command(directory: Path | None, **options: Any) -> None:
+        from deploy import queries, running
+
+        async def main() -> int:
+            async with queries.opened(options, directory) as services:
+                await function(services, **options)
+            return 0
+
+        running.end(running.run("query", "query", main, level=30))
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    return command
+
+
+@cli.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@query
+async def status(services: Any, run: str | None, as_json: bool) -> None:
+    """Show runs, versions, the ledger, every node, and what the bottleneck is.
+
+    Example:  farflung status addition --json
+    """
+    from deploy import queries
+
+    await queries.status(services, run, as_json)
+
+
+@cli.group()
+def runs() -> None:
+    """List, pause, resume, stop or delete runs."""
+
+
+@runs.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@query
+async def runs_list(services: Any, as_json: bool) -> None:
+    """List every run.
+
+    Example:  farflung runs list
+    """
+    from deploy import queries
+
+    await queries.runs_list(services, as_json)
+
+
+def _control(wanted: Literal["run", "pause", "stop"], text: str) -> None:
+    @runs.command("resume" if wanted == "run" else wanted, help=text)
+    @click.argument("run")
+    @query
+    async def command(services: Any, run: str) -> None:
+        from deploy import queries
+
+        await queries.control(services, run, wanted)
+
+
+_control(
+    "pause", "Issue no more tasks and make no more steps; keep everything.\n\nExample:  farflung runs pause addition"
+)
+_control("run", "Go on with a paused or stopped run.\n\nExample:  farflung runs resume addition")
+_control("stop", "Stop the learner after its step; it resumes later.\n\nExample:  farflung runs stop addition")
+
+
+@runs.command("delete")
+@click.argument("run")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@query
+async def runs_delete(services: Any, run: str, yes: bool) -> None:
+    """Stop a run and remove its records, messages and objects for good.
+
+    Example:  farflung runs delete addition --yes
+    """
+    from deploy import queries
+
+    if not yes:
+        click.confirm(f"remove run {run} with its adapters and trajectories?", abort=True)
+    await queries.delete(services, run)
+
+
+@cli.group()
+def adapters() -> None:
+    """List a run's versions, or fetch one."""
+
+
+@adapters.command("list")
+@click.argument("run")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@query
+async def adapters_list(services: Any, run: str, as_json: bool) -> None:
+    """List the versions of a run.
+
+    Example:  farflung adapters list addition
+    """
+    from deploy import queries
+
+    await queries.adapters_list(services, run, as_json)
+
+
+@adapters.command("pull")
+@click.argument("run")
+@click.argument("target", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--version", "number", type=int, help="Default: the newest.")
+@click.option("--merge", is_flag=True, help="Merge it into the base model and write a plain model.")
+@query
+async def adapters_pull(services: Any, run: str, target: Path, number: int | None, merge: bool) -> None:
+    """Fetch an adapter as a directory that PeftModel.from_pretrained loads.
+
+    Example:  farflung adapters pull addition ./addition-adapter
+    """
+    from deploy import queries
+
+    await queries.adapters_pull(services, run, target, number, merge)
+
+
+@cli.group()
+def trajectories() -> None:
+    """Look at stored episodes."""
+
+
+@trajectories.command("list")
+@click.argument("run")
+@click.option("--limit", default=20, show_default=True, help="Newest groups to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@query
+async def trajectories_list(services: Any, run: str, limit: int, as_json: bool) -> None:
+    """List the stored groups of a run, newest first.
+
+    Example:  farflung trajectories list addition
+    """
+    from deploy import queries
+
+    await queries.trajectories_list(services, run, limit, as_json)
+
+
+@trajectories.command("show")
+@click.argument("run")
+@click.argument("group", required=False)
+@click.option("--tokens", is_flag=True, help="Show each token with its logprob and version.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@query
+async def trajectories_show(services: Any, run: str, group: str | None, tokens: bool, as_json: bool) -> None:
+    """Show the episodes of one group (default: the newest): text, tokens, logprobs, versions, rewards.
+
+    Example:  farflung trajectories show addition addition-1a2b3c4d-00000007 --tokens
+    """
+    from deploy import queries
+
+    await queries.trajectories_show(services, run, group, tokens, as_json)
+
+
+def main() -> None:
+    """The entry point: errors of ours become one line and their exit code."""
+    try:
+        cli(standalone_mode=True)
+    except FarflungError as error:
+        click.echo(f"farflung: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

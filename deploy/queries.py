@@ -1,0 +1,325 @@
+"""The commands that ask: status, runs, adapters, trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from broker import names
+from broker.adapters import write_adapter_directory
+from broker.bus import Bus
+from broker.chat import ChatTokenizer
+from broker.errors import ConfigError, FarflungError, RunConflict
+from broker.messages import BlobRef, Control, Head, Node, VersionRecord
+from broker.models import resolve
+from broker.registry import Registry, Roster
+from broker.store import Store, StoreAddress
+from broker.trajectories import Episode, Group
+from deploy.profile import Connection, find
+from deploy.running import connected
+from deploy.servers import Server, nats_launch, store_launch
+from deploy.snapshot import snapshot_of
+from deploy.view import print_status
+
+LEAVE_SECONDS = 60.0
+"""How long a deletion waits for the run's learner to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a query asks."""
+
+    bus: Bus
+    registry: Registry
+    store: Store
+    console: Console
+
+
+@asynccontextmanager
+async def opened(options: dict[str, Any], directory: Path | None) -> AsyncIterator[Services]:
+    """Take the connection options out of `options` and connect; with `directory`, to servers started for it."""
+    named = {
+        "access_key": options.pop("s3_access_key"),
+        "secret_key": options.pop("s3_secret_key"),
+        **{name: options.pop(name) for name in ("nats", "s3", "profile")},
+    }
+    servers: list[Server] = []
+    try:
+        if directory is not None:
+            where = directory.resolve() / "servers"
+            servers = [Server(make(where), where / "query.log") for make in (nats_launch, store_launch)]
+            for server in servers:
+                server.start()
+            nats, s3 = (server.launch.url for server in servers)
+            connection = Connection(nats=nats, store=StoreAddress.parse(s3))
+        else:
+            connection = find(**named)
+        async with connected(connection, "query") as (bus, registry, store):
+            yield Services(bus, registry, store, Console(highlight=False))
+    finally:
+        for server in servers:
+            server.stop()
+
+
+async def _present(registry: Registry) -> list[Node]:
+    roster = Roster(registry)
+    await roster.ready.wait()
+    nodes = roster.present()
+    await roster.close()
+    return nodes
+
+
+async def _head(services: Services, run: str) -> Head:
+    found = await services.registry.head(run)
+    if found is None:
+        there = ", ".join(head.run for head in await services.registry.heads()) or "none"
+        raise RunConflict(f"there is no run {run}; runs there are: {there}")
+    return found[0]
+
+
+async def status(services: Services, run: str | None, as_json: bool) -> None:
+    """Runs, versions, ledger and nodes."""
+    heads = [await _head(services, run)] if run else await services.registry.heads()
+    nodes = await _present(services.registry)
+    snapshots = [snapshot_of(head, nodes) for head in heads]
+    known = {node.id for snapshot in snapshots for node in snapshot.nodes}
+    if as_json:
+        plain = {
+            "runs": [snapshot.to_plain() for snapshot in snapshots],
+            "other_nodes": [msgspec.to_builtins(node) for node in nodes if node.id not in known],
+        }
+        click.echo(json.dumps(plain))
+        return
+    print_status(services.console, snapshots, len([node for node in nodes if node.id not in known]))
+
+
+async def runs_list(services: Services, as_json: bool) -> None:
+    """Every run, a line each."""
+    heads = await services.registry.heads()
+    if as_json:
+        fields = ("run", "fleet", "incarnation", "epoch", "state", "step", "head", "active", "learner", "summary")
+        click.echo(json.dumps([{field: getattr(head, field) for field in fields} for head in heads]))
+        return
+    table = _table("run", "fleet", "state", "step", "head", "active", "reward")
+    for head in heads:
+        reward = head.summary.get("reward")
+        table.add_row(
+            head.run, head.fleet, head.state, str(head.step), str(head.head), str(head.active),
+            f"{reward:.3f}" if reward is not None else "-",
+        )  # fmt: skip
+    services.console.print(table)
+
+
+async def control(services: Services, run: str, wanted: Literal["run", "pause", "stop", "delete"]) -> None:
+    """Ask something of a run's learner."""
+    head = await _head(services, run)
+    await services.registry.put_control(Control(run=run, wanted=wanted))
+    present = any(node.id == head.learner for node in await _present(services.registry))
+    verb = {"run": "goes on", "pause": "pauses", "stop": "stops after its step", "delete": "stops"}[wanted]
+    note = "" if present else "; no learner is present now, the next one will heed it"
+    services.console.print(f"run {run} {verb}{note}")
+
+
+async def delete(services: Services, run: str) -> None:
+    """Stop the learner, then remove streams, records and objects."""
+    head = await _head(services, run)
+    await services.registry.put_control(Control(run=run, wanted="delete"))
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while any(node.node == "learner" and node.run == run for node in await _present(services.registry)):
+        if time.monotonic() > deadline:
+            raise RunConflict(f"the learner {head.learner} of run {run} does not leave; stop it, then delete again")
+        await asyncio.sleep(0.5)
+    await services.bus.delete_stream(names.tasks_stream(run))
+    await services.bus.delete_stream(names.groups_stream(run))
+    objects = await services.store.list(f"runs/{run}/")
+    for start in range(0, len(objects), 64):
+        await asyncio.gather(*(services.store.remove(key) for key, _ in objects[start : start + 64]))
+    await services.registry.forget(run)
+    services.console.print(f"run {run} is deleted, {len(objects)} objects with it")
+
+
+async def adapters_list(services: Services, run: str, as_json: bool) -> None:
+    """Every version of a run's present incarnation."""
+    head = await _head(services, run)
+    records = await _records(services, head)
+    if as_json:
+        click.echo(json.dumps([msgspec.to_builtins(record) for record in records]))
+        return
+    table = _table("version", "step", "state", "reward", "name", "MB", "key")
+    for record in records:
+        table.add_row(
+            str(record.adapter.version), str(record.step), _state(record, head),
+            f"{record.reward:.3f}" if record.reward is not None else "-",
+            record.adapter.name, f"{record.adapter.size / 1e6:.1f}", record.adapter.key,
+        )  # fmt: skip
+    services.console.print(table)
+
+
+def _state(record: VersionRecord, head: Head) -> str:
+    version = record.adapter.version
+    if version == head.active:
+        return "active"
+    return "loaded" if version in {ref.version for ref in head.live} else record.state
+
+
+async def _records(services: Services, head: Head) -> list[VersionRecord]:
+    found = await services.registry.versions(head.run)
+    return [
+        record for record in found if record.incarnation == head.incarnation and record.adapter.version <= head.head
+    ]
+
+
+async def adapters_pull(services: Services, run: str, target: Path, number: int | None, merge: bool) -> None:
+    """Fetch one version; verified by its sha256."""
+    head = await _head(services, run)
+    records = {record.adapter.version: record for record in await _records(services, head)}
+    wanted = head.head if number is None else number
+    if wanted not in records:
+        there = f"{min(records)} to {max(records)}" if records else "none: no step was made yet"
+        raise ConfigError(f"run {run} has no version {wanted}; versions there are: {there}")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty; name a new directory")
+    ref = records[wanted].adapter
+    data = await services.store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
+    if not merge:
+        write_adapter_directory(data, target)
+        services.console.print(f"version {wanted} of {run} ({ref.name}) is in {target}")
+        return
+    await asyncio.to_thread(_merge, str(head.spec["run"]["model"]), data, target, services.console)
+    services.console.print(f"version {wanted} of {run}, merged into its base model, is in {target}")
+
+
+def _merge(model: str, data: bytes, target: Path, console: Console) -> None:
+    """Write base model plus adapter as one plain model."""
+    import tempfile
+
+    try:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"--merge needs `pip install 'farflung[train]'`: {error}") from error
+    files = resolve(model, console.print)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_adapter_directory(data, Path(scratch) / "adapter")
+        base = AutoModelForCausalLM.from_pretrained(files.directory, dtype="auto")
+        merged = PeftModel.from_pretrained(base, str(Path(scratch) / "adapter")).merge_and_unload()
+    merged.save_pretrained(target)
+    AutoTokenizer.from_pretrained(files.directory).save_pretrained(target)
+
+
+async def _group_objects(services: Services, head: Head) -> list[tuple[str, float, str]]:
+    """(group id, time written, key) of every stored group, newest first."""
+    prefix = f"{names.run_prefix(head.run, head.incarnation)}/groups/"
+    objects = await services.store.list(prefix)
+    return sorted(((key.split("/")[-2], written, key) for key, written in objects), reverse=True)
+
+
+async def trajectories_list(services: Services, run: str, limit: int, as_json: bool) -> None:
+    """The newest stored groups, with their rewards."""
+    head = await _head(services, run)
+    chosen = (await _group_objects(services, head))[:limit]
+    groups = [Group.from_blob(await services.store.read(key)) for _, _, key in chosen]
+    if as_json:
+        plain = [
+            {"group": group.group, "version": group.version, "rewards": group.rewards, "key": key}
+            for group, (_, _, key) in zip(groups, chosen, strict=True)
+        ]
+        click.echo(json.dumps(plain))
+        return
+    table = _table("group", "version", "episodes", "mean reward", "sampled tokens")
+    for group in groups:
+        table.add_row(
+            group.group, str(group.version), str(len(group.episodes)),
+            f"{sum(group.rewards) / len(group.rewards):.3f}",
+            str(sum(episode.sampled_tokens for episode in group.episodes)),
+        )  # fmt: skip
+    services.console.print(table)
+
+
+async def trajectories_show(services: Services, run: str, id: str | None, tokens: bool, as_json: bool) -> None:
+    """One group's episodes."""
+    head = await _head(services, run)
+    objects = await _group_objects(services, head)
+    keys = [key for group, _, key in objects if id is None or group == id]
+    if not keys:
+        raise ConfigError(f"run {run} has no stored group {id or ''}; see `farflung trajectories list {run}`")
+    group = Group.from_blob(await services.store.read(keys[0]))
+    if as_json:
+        click.echo(json.dumps(_group_plain(group)))
+        return
+    services.console.print(f"[bold]{group.group}[/]  version {group.version} ({group.adapter or 'base model'})")
+    tokenizer = _tokenizer(head) if tokens else None
+    for episode in group.episodes:
+        _print_episode(services.console, episode, tokenizer)
+
+
+def _tokenizer(head: Head) -> ChatTokenizer | None:
+    try:
+        return ChatTokenizer.from_directory(resolve(str(head.spec["run"]["model"])).directory)
+    except FarflungError:
+        return None
+
+
+def _print_episode(console: Console, episode: Episode, tokenizer: ChatTokenizer | None) -> None:
+    cut = ", truncated" if episode.truncated else ""
+    console.print(
+        f"\n[bold]episode {episode.index}[/]  reward {episode.reward:.3f}{cut}  on {', '.join(episode.replicas)}"
+    )
+    for turn in episode.turns:
+        console.print(Text.assemble(("  " + turn.role + ": ", "dim"), turn.content))
+    if tokenizer is None:
+        return
+    for row in episode.rows:
+        served, behaviour, trained = row.served_by, row.behaviour, row.trained
+        for place in range(len(row)):
+            text = tokenizer.token_text(int(row.ids[place]))
+            mark = f"{behaviour[place]:8.4f}  v{served[place]}" if trained[place] else "  (given)"
+            console.print(f"    {int(row.ids[place]):>7}  {mark:16} {text!r}", markup=False)
+
+
+def _group_plain(group: Group) -> dict[str, Any]:
+    return {
+        "group": group.group,
+        "version": group.version,
+        "adapter": group.adapter,
+        "columns": group.columns,
+        "episodes": [
+            {
+                "index": episode.index,
+                "reward": episode.reward,
+                "parts": episode.parts,
+                "truncated": episode.truncated,
+                "replicas": episode.replicas,
+                "turns": [msgspec.to_builtins(turn) for turn in episode.turns],
+                "rows": [
+                    {
+                        "token_ids": row.ids.tolist(),
+                        "logprobs": row.behaviour.tolist(),
+                        "trained": row.trained.tolist(),
+                        "versions": row.served_by.tolist(),
+                    }
+                    for row in episode.rows
+                ],
+            }
+            for episode in group.episodes
+        ],
+    }
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

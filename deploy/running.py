@@ -1,0 +1,105 @@
+"""Running a component as a process: its event loop, its signals, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from broker.bus import Bus
+from broker.errors import FarflungError
+from broker.registry import Registry
+from broker.store import Store
+from deploy.profile import Connection
+from observability import logs, tracing
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def node_id(kind: str) -> str:
+    """A fresh id for a component: where it runs, and a part that no restart repeats."""
+    host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname().lower())[:24].strip("-")
+    return f"{kind}-{host or 'host'}-{secrets.token_hex(3)}"
+
+
+@asynccontextmanager
+async def connected(connection: Connection, component: str) -> AsyncIterator[tuple[Bus, Registry, Store]]:
+    """The bus, the registry and the store, open. Raises ConnectionFailed when one cannot be reached in time."""
+    bus = await Bus.connect(connection.nats, component)
+    store = Store(connection.store)
+    try:
+        registry = await Registry.open(bus)
+        await store.open()
+        yield bus, registry, store
+    finally:
+        store.close()
+        await bus.close()
+
+
+def run(
+    component: str,
+    instance: str,
+    main: Callable[[], Coroutine[Any, Any, int]],
+    *,
+    telemetry: Path | None = None,
+    endpoint: str = "",
+    level: int = logging.INFO,
+) -> int:
+    """Run `main` to its end and return the exit code. SIGTERM and SIGINT cancel it, so that it can leave in order."""
+    logs.configure(component, level=level)
+    traces = tracing.configure(component, instance, endpoint=endpoint, directory=telemetry)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_guarded(main))
+    except FarflungError as error:
+        print(f"farflung {component}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        with contextlib.suppress(Exception):
+            traces.shutdown()
+
+
+def end(code: int) -> None:
+    """Leave the process now: threads that still compute are not waited for, nothing of theirs counts any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _guarded(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    task = asyncio.ensure_future(main())
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        log.info("stopped")
+        return INTERRUPTED if signal.SIGINT in received else 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

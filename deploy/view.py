@@ -1,0 +1,144 @@
+"""How a run looks on a terminal: a live table, or plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from broker.messages import Node
+from deploy.snapshot import Snapshot
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last `width` values as a line of bars, scaled to their own range."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(SPARKS[min(7, int((value - low) / span * 7.999))] for value in shown)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person writes them."""
+    seconds = max(0, round(seconds))
+    if seconds < 90:
+        return f"{seconds} s"
+    if seconds < 5400:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+def step_line(snapshot: Snapshot) -> str:
+    """One plain line for a step that was made."""
+    return (
+        f"step {snapshot.head.step}/{snapshot.gauge('steps'):.0f}"
+        f"  reward {snapshot.gauge('reward'):.3f}"
+        f"  head {snapshot.head.head} active {snapshot.head.active}"
+        f"  staleness {snapshot.gauge('staleness'):.2f}"
+        f"  occupancy {snapshot.gauge('occupancy'):.0%}"
+        f"  rollout wait {snapshot.gauge('rollout_wait'):.0%}"
+        f"  backpressure {snapshot.backpressure:.0%}"
+        f"  {snapshot.tokens_per_second:.0f} tok/s"
+        f"  left {time_left(snapshot)}"
+    )
+
+
+def time_left(snapshot: Snapshot) -> str:
+    """An honest estimate: what the remaining steps take at the recent pace; a target may end the run sooner."""
+    left = snapshot.gauge("seconds_left")
+    if snapshot.gauge("step") < 1 or left <= 0:
+        return "unknown yet"
+    target = snapshot.head.spec.get("run", {}).get("target_reward")
+    return f"{'at most ' if target is not None else ''}{duration(left)}"
+
+
+def live(snapshot: Snapshot | None, rewards: Sequence[float], starting: str) -> RenderableType:
+    """The live view: the run, its flow, its components."""
+    if snapshot is None:
+        return Panel(Text(starting), title="farflung")
+    head = snapshot.head
+    steps = max(1.0, snapshot.gauge("steps", 1.0))
+    figures = Table.grid(padding=(0, 3))
+    for _ in range(4):
+        figures.add_column()
+    cells = [
+        ("step", f"{head.step} of {steps:.0f}"),
+        ("reward", f"{snapshot.gauge('reward'):.3f}"),
+        ("version", f"head {head.head}, active {head.active}"),
+        ("time left", time_left(snapshot)),
+        ("occupancy", f"{snapshot.gauge('occupancy'):.0%}"),
+        ("rollout wait", f"{snapshot.gauge('rollout_wait'):.0%}"),
+        ("backpressure", f"{snapshot.backpressure:.0%}"),
+        ("staleness", f"{snapshot.gauge('staleness'):.2f} (max {snapshot.gauge('staleness_max'):.0f})"),
+        ("sampling", f"{snapshot.tokens_per_second:.0f} tok/s"),
+        ("training", f"{snapshot.gauge('tokens_per_second'):.0f} tok/s"),
+        ("groups", _groups(snapshot)),
+        ("truth", f"{snapshot.gauge('truth_mean'):.1e}"),
+    ]
+    for start in range(0, len(cells), 4):
+        row = []
+        for name, value in cells[start : start + 4]:
+            row.append(Text.assemble((f"{name} ", "dim"), (value, "bold")))
+        figures.add_row(*row)
+    parts: list[RenderableType] = [
+        ProgressBar(total=steps, completed=head.step),
+        figures,
+        Text.assemble(("reward ", "dim"), sparkline(rewards), (f"  {snapshot.verdict().sentence}", "italic")),
+        _components(snapshot),
+    ]
+    detail = snapshot.learner.detail if snapshot.learner else "the learner is not there"
+    if detail:
+        parts.append(Text(detail, style="yellow"))
+    return Panel(Group(*parts), title=f"farflung · {head.run} · {head.state}")
+
+
+def _groups(snapshot: Snapshot) -> str:
+    lost = sum(snapshot.gauge(name) for name in ("dropped", "failed", "expired"))
+    return f"{snapshot.gauge('trained'):.0f} trained, {snapshot.gauge('skipped'):.0f} skipped, {lost:.0f} lost"
+
+
+def _components(snapshot: Snapshot) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("component", "state", "doing", "note"):
+        table.add_column(name)
+    for node in snapshot.nodes:
+        doing = _doing(node)
+        refused = "; ".join(f"{name}: {reason}" for name, reason in node.refused.items())
+        style = {"ready": "green", "joining": "yellow"}.get(node.state, "red")
+        note = "" if node.node == "learner" else refused or node.detail
+        table.add_row(node.id, Text(node.state, style=style), doing, note[:80])
+    return table
+
+
+def _doing(node: Node) -> str:
+    gauge = node.gauges.get
+    match node.node:
+        case "learner":
+            return f"step {gauge('step', 0):.0f}, {gauge('buffered', 0):.0f} groups buffered"
+        case "actor":
+            return f"{gauge('episodes', 0):.0f} of {node.capacity} episodes"
+        case "replica":
+            adapters = f"{len(node.confirmed)} of {node.slots} adapters"
+            return f"{gauge('running', 0):.0f} running, {gauge('tokens_per_second', 0):.0f} tok/s, {adapters}"
+        case "router":
+            return f"{gauge('inflight', 0):.0f} in flight, {gauge('waiting', 0):.0f} waiting"
+
+
+def print_status(console: Console, snapshots: Sequence[Snapshot], nodes_elsewhere: int) -> None:
+    """`farflung status` for people."""
+    if not snapshots:
+        console.print("no runs yet; start one with `farflung up CONFIG` or `farflung learner CONFIG`")
+    for snapshot in snapshots:
+        console.print(live(snapshot, [], ""))
+        versions = ", ".join(f"{ref.version}" for ref in snapshot.head.live) or "base only"
+        console.print(f"  versions kept loaded: {versions}    incarnation {snapshot.head.incarnation}")
+    if nodes_elsewhere:
+        console.print(f"{nodes_elsewhere} nodes belong to fleets without a run")

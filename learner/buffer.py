@@ -1,0 +1,67 @@
+"""Finished groups that wait to be trained on. Pure: no task, no socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from broker.messages import GroupReady
+from broker.trajectories import Group
+from learner.credit import CreditRule
+
+
+class Acknowledged(Protocol):
+    """A delivery that is held until its group is closed."""
+
+    async def ack(self, timeout: float = 5.0) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A group in hand, and the delivery to acknowledge once it is closed for good."""
+
+    ready: GroupReady
+    group: Group
+    delivery: Acknowledged
+    headers: Mapping[str, str]
+
+    @property
+    def id(self) -> str:
+        return self.ready.group
+
+    @property
+    def version(self) -> int:
+        return self.ready.version
+
+
+class Buffer:
+    """Groups by id. The oldest version goes first, then the earliest task: nothing grows stale while newer is used."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._held
+
+    def add(self, held: Held) -> None:
+        self._held[held.id] = held
+
+    def take_stale(self, rule: CreditRule, head: int) -> list[Held]:
+        """Remove and return what the step that starts from `head` may not use any more."""
+        stale = [held for held in self._held.values() if rule.too_stale(version=held.version, head=head)]
+        for held in stale:
+            del self._held[held.id]
+        return stale
+
+    def take(self, count: int) -> list[Held] | None:
+        """Remove and return the next `count` groups; None, and nothing removed, while there are fewer."""
+        if len(self._held) < count:
+            return None
+        chosen = sorted(self._held.values(), key=lambda held: (held.version, held.ready.index))[:count]
+        for held in chosen:
+            del self._held[held.id]
+        return chosen

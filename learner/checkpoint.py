@@ -1,0 +1,26 @@
+"""What a commit stores beside the weights: enough to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.messages import BlobRef, Message
+
+
+class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
+    """The state of a run after `step`. A LoRA state is megabytes, so every step has one."""
+
+    run: str
+    incarnation: str
+    step: int
+    version: int
+    """The newest published version."""
+    weights: BlobRef
+    optimizer: BlobRef
+    ledger: dict[str, Any]
+    rewards: list[float]
+    """Mean reward of each step so far."""
+    trained: list[str]
+    """The groups this step was made from, in the order they were packed."""
+    seconds: float
+    """Time the run has taken so far, over all its learners."""

@@ -1,0 +1,165 @@
+"""The intake: takes what actors finished, fetches and checks it, and fills the buffer.
+
+Deliveries of groups that may be trained on are held, unacknowledged, until the commit that closes them. What is
+closed without a commit (failed, too stale) is acknowledged at once: should the learner die before its next commit,
+the group is found open and nowhere, and is issued again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from broker.bus import Bus, Delivery, Puller
+from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing, StoreError
+from broker.messages import BlobRef, GroupFailed, GroupReady, decode_one_of
+from broker.store import Store
+from broker.trajectories import Group
+from learner.buffer import Buffer, Held
+from learner.credit import CreditRule
+from learner.feeder import Feeder
+from learner.ledger import Ledger, Outcome
+from learner.session import Session
+from observability import metrics, tracing
+
+log = logging.getLogger(__name__)
+
+FETCH_AT_ONCE = 16
+"""Groups downloaded at the same time."""
+
+
+class Intake:
+    """Receives for one epoch."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: Store,
+        puller: Puller,
+        session: Session,
+        ledger: Ledger,
+        buffer: Buffer,
+        feeder: Feeder,
+        rule: CreditRule,
+        *,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._store = store
+        self._puller = puller
+        self._session = session
+        self._ledger = ledger
+        self._buffer = buffer
+        self._feeder = feeder
+        self._rule = rule
+        self._changed = on_change
+        self._fetching: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(FETCH_AT_ONCE)
+        self.failed_in_a_row = 0
+        self.last_failure = ""
+        self.failures: Counter[str] = Counter()
+        """Failed groups by kind of failure."""
+        self.dropped_lengths: list[int] = []
+        """Sampled tokens of groups dropped as too stale: dropping what is slow is a bias, so it is reported."""
+
+    async def run(self) -> None:
+        """Receive until cancelled. Raises ConsumerGone when another epoch has begun."""
+        try:
+            while True:
+                for delivery in await self._puller.fetch(32, 2.0):
+                    await self._room.acquire()
+                    task = asyncio.create_task(self._receive(delivery))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._done)
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.release()
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a group could not be received", exc_info=task.exception())
+        self._changed()
+
+    async def _receive(self, delivery: Delivery) -> None:
+        try:
+            message = decode_one_of(delivery.data, GroupReady, GroupFailed)
+        except MalformedMessage as error:
+            await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
+            await delivery.ack()
+            return
+        if not isinstance(message, GroupReady | GroupFailed):
+            return
+        id = message.group
+        ours = message.incarnation == self._session.head.incarnation
+        if not ours or not self._ledger.is_open(id) or id in self._buffer or id in self._fetching:
+            self._ledger.late += 1
+            metrics.count("farflung.groups.late", 1, run=self._session.run)
+            log.info("group %s came late, from %s", id, message.actor)
+            await delivery.ack()
+            return
+        if isinstance(message, GroupFailed):
+            self._take_failure(message)
+            await delivery.ack()
+            return
+        if self._rule.too_stale(version=message.version, head=self._session.head.head):
+            self.close(id, "dropped", message.lengths)
+            await delivery.ack()
+            return
+        await self._take_group(message, delivery)
+
+    def _take_failure(self, message: GroupFailed) -> None:
+        if message.failure == "stale":
+            self.close(message.group, "dropped", message.lengths)
+            return
+        self.failed_in_a_row += 1
+        self.failures[message.failure] += 1
+        self.last_failure = f"{message.failure}: {message.reason}"
+        log.warning("group %s failed on %s (%s)", message.group, message.actor, self.last_failure)
+        self.close(message.group, "failed", message.lengths)
+
+    async def _take_group(self, ready: GroupReady, delivery: Delivery) -> None:
+        self._fetching.add(ready.group)
+        try:
+            data = await self._fetch(BlobRef(key=ready.key, size=ready.size, sha256=ready.sha256))
+            group = Group.from_blob(data)
+            if group.group != ready.group or group.version != ready.version:
+                raise MalformedMessage(f"the blob holds {group.group} under version {group.version}")
+        except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:
+            await self._bus.dead_letter(delivery.subject, delivery.data, f"its blob cannot be used: {error}")
+            await delivery.ack()
+            await self._feeder.issue_again(ready.group, ready.index)
+            return
+        finally:
+            self._fetching.discard(ready.group)
+        if not self._ledger.is_open(ready.group):
+            await delivery.ack()  # closed as expired while it was being fetched
+            return
+        tracing.begin(
+            "group queue", parent=delivery.headers, start_ns=int(delivery.published * 1e9), group=ready.group
+        ).end()
+        self.failed_in_a_row = 0
+        self._buffer.add(Held(ready, group, delivery, delivery.headers))
+
+    async def _fetch(self, ref: BlobRef) -> bytes:
+        """The blob, however long the store is away: the delivery is held meanwhile."""
+        while True:
+            try:
+                return await self._store.get(ref)
+            except (ObjectMissing, ObjectCorrupt):
+                raise
+            except StoreError as error:
+                log.warning("a group waits for the store: %s", error)
+                await asyncio.sleep(2.0)
+
+    def close(self, group: str, outcome: Outcome, lengths: list[int]) -> None:
+        """Close a group that no commit closes."""
+        if self._ledger.close(group, outcome):
+            metrics.count("farflung.groups", 1, run=self._session.run, outcome=outcome)
+            self._feeder.end(group, outcome)
+            if outcome == "dropped":
+                self.dropped_lengths += lengths

@@ -1,0 +1,463 @@
+"""The policy: a frozen base model, one LoRA adapter, its optimizer.
+
+It trains on packed rows, scores rows under any version, and turns adapter and optimizer into bytes and back, bit for
+bit. It knows nothing of runs, brokers or stores.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from broker.adapters import CONFIG_KEY, adapter_config
+from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
+from broker.messages import Floats
+from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
+from broker.trajectories import Row
+from learner.attention import IMPLEMENTATION, attention_tiles
+from learner.logprobs import token_logprobs
+from learner.objectives.ppo_clip import ClipSums, ppo_clip
+from learner.packing import PackedRow, TokenSequence, pack
+
+STATE_KEY = "optimizer_state"
+"""The metadata key of the optimizer's blob that holds what is no tensor."""
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps for each parameter."""
+
+PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest mean difference in logprob between a packed and a plain pass: far above rounding, far below a wrong mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step did. Means are over the trained tokens."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    ratio_mean: float
+    clip_low_fraction: float
+    clip_high_fraction: float
+    k1: float
+    k3: float
+    """Two estimates of KL(behaviour || current), in nats."""
+    entropy: float
+    """In nats, of the distribution that is sampled from (after temperature)."""
+    lr: float
+    stepped: bool
+    """False when no sequence had an advantage: the weights are as they were."""
+    trained_tokens: int
+    computed_tokens: int
+    packed_fill: float
+    seconds: dict[str, float]
+    """pack, forward, backward, optimizer"""
+
+
+class Policy:
+    """One base model and the adapter that is trained on it.
+
+    `model_name` is written into the adapter's configuration; it is the name that other machines know, not a path.
+    `temperature` divides the logits everywhere, as in the engine. `dtype` is the base's; the adapter is always
+    float32. `seed` seeds torch, and with it the adapter's first weights.
+
+    Raises ModelError when the model cannot be loaded, lacks a target module, or computes in a way that packed rows do
+    not reproduce.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        model_name: str,
+        lora: LoraSection,
+        optimizer: OptimizerSection,
+        temperature: float,
+        dtype: str = "auto",
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = _dtype(dtype, self.device)
+        self.temperature = temperature
+        self.step = 0
+        """Optimizer steps made."""
+        self._settings = optimizer
+        self._model_name = model_name
+        base = _load_base(model_dir, self.dtype).to(self.device)
+        self._window = _sliding_window(base, model_dir)
+        targets = _check_targets(base, lora.targets)
+        torch.manual_seed(seed)
+        self._peft: PeftModel = get_peft_model(
+            base,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                target_modules=targets,
+                lora_dropout=0.0,
+                bias="none",
+            ),
+        )
+        # Dropout in the base (GPT-2 has some) would make the current policy another one than the engine's.
+        self._peft.eval()
+        self._causal: PreTrainedModel = self._peft.base_model.model
+        self._decoder: nn.Module = self._causal.get_decoder()
+        self._head: nn.Linear = self._causal.get_output_embeddings()
+        self._weights: dict[str, nn.Parameter] = {
+            name.replace(".default.", "."): parameter
+            for name, parameter in self._peft.named_parameters()
+            if parameter.requires_grad
+        }
+        self._optimizer = torch.optim.AdamW(
+            self._weights.values(),
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+        )
+        self._prove_packing(model_dir)
+
+    @property
+    def dtype_name(self) -> Literal["float32", "bfloat16"]:
+        """The base's type, as the configuration writes it."""
+        return "float32" if self.dtype == torch.float32 else "bfloat16"
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        warmup = self._settings.warmup_steps
+        return self._settings.lr * min(1.0, (self.step + 1) / warmup) if warmup else self._settings.lr
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def train_step(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        token_budget: int,
+        algorithm: AlgorithmSection,
+        progress: Callable[[str], None] = lambda label: None,
+    ) -> StepStats:
+        """One optimizer step on `sequences`, packed into rows of at most `token_budget` tokens.
+
+        The gradient is that of the whole step's loss, however it is packed. When all advantages are zero nothing is
+        stepped; the statistics are computed all the same. `progress` is called with "after_forward_backward" and
+        "after_optimizer".
+
+        Raises RunFailed when the gradient is not finite; the weights are then as they were before the step.
+        """
+        began = self._clock()
+        packing = pack(sequences, token_budget)
+        seconds = {"pack": self._clock() - began, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        signal = any(sequence.advantage != 0.0 for sequence in sequences) and packing.trained_tokens > 0
+        loss = torch.zeros((), device=self.device)
+        entropy = torch.zeros((), device=self.device)
+        sums = ClipSums.none(self.device)
+        self._optimizer.zero_grad(set_to_none=True)
+        for row in packing.rows:
+            began = self._clock()
+            with torch.set_grad_enabled(signal):
+                logprobs, row_entropy = self._forward(row)
+                row_loss, row_sums = ppo_clip(
+                    logprobs,
+                    torch.from_numpy(row.behaviour).to(self.device),
+                    torch.from_numpy(row.advantage).to(self.device),
+                    torch.from_numpy(row.weight).to(self.device),
+                    clip_low=algorithm.clip_low,
+                    clip_high=algorithm.clip_high,
+                    step_tokens=packing.trained_tokens,
+                )
+            seconds["forward"] += self._clock() - began
+            if signal:
+                began = self._clock()
+                row_loss.backward()  # type: ignore[no-untyped-call]
+                seconds["backward"] += self._clock() - began
+            loss += row_loss.detach()
+            entropy += row_entropy.sum()
+            sums += row_sums
+        progress("after_forward_backward")
+        began = self._clock()
+        lr, grad_norm = self.lr, 0.0
+        if signal:
+            grad_norm = self._step(lr)
+        seconds["optimizer"] = self._clock() - began
+        progress("after_optimizer")
+
+        def mean(total: Tensor) -> float:
+            return total.item() / max(1, packing.trained_tokens)
+
+        return StepStats(
+            loss=loss.item(),
+            grad_norm=grad_norm,
+            ratio_mean=mean(sums.ratio),
+            clip_low_fraction=mean(sums.clipped_low),
+            clip_high_fraction=mean(sums.clipped_high),
+            k1=mean(sums.k1),
+            k3=mean(sums.k3),
+            entropy=mean(entropy),
+            lr=lr,
+            stepped=signal,
+            trained_tokens=packing.trained_tokens,
+            computed_tokens=packing.computed_tokens,
+            packed_fill=packing.fill,
+            seconds=seconds,
+        )
+
+    def _step(self, lr: float) -> float:
+        """Clip, step, forget the gradient. Returns its norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(list(self._weights.values()), self._settings.max_grad_norm).item()
+        if not np.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise RunFailed(
+                f"step {self.step}: the gradient's norm is {norm}. Lower optimizer.lr, or use run.dtype float32; "
+                "the last committed step is intact"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return norm
+
+    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of a row's trained tokens, float32 [m] each."""
+        if self._window is not None and int(row.position_ids.max()) >= self._window:
+            raise ModelError(
+                f"a sequence of {int(row.position_ids.max()) + 1} tokens is longer than the model's sliding window "
+                f"of {self._window}, which packed rows do not follow. Lower sampling.max_new_tokens"
+            )
+        hidden: Tensor = self._decoder(
+            input_ids=torch.from_numpy(row.token_ids).to(self.device)[None],
+            position_ids=torch.from_numpy(row.position_ids).to(self.device)[None],
+            use_cache=False,
+            tiles=attention_tiles(row, self.device, self.dtype),
+        ).last_hidden_state
+        return token_logprobs(
+            hidden[0].index_select(0, torch.from_numpy(row.predictor).to(self.device)),
+            self._head,
+            torch.from_numpy(row.target).to(self.device),
+            self.temperature,
+        )
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    # ------------------------------------------------------------------------------------------------------- scoring
+
+    def score(self, rows: Sequence[Row], adapter: bytes | Literal["current"] | None = "current") -> list[Floats]:
+        """Logprobs of each row's trained tokens, float32 [trained tokens], under the given weights.
+
+        `adapter` is a version's blob, None for the base model, or "current". The current weights are not touched.
+        Raises AdapterError when the blob does not fit this model.
+        """
+        sequences = [TokenSequence(row.ids, row.behaviour, row.trained, advantage=0.0, group="score") for row in rows]
+        scores = [np.zeros(len(row), dtype=np.float32) for row in rows]
+        with torch.no_grad(), self._under(adapter):
+            for packed in pack(sequences, self._settings.token_budget).rows:
+                logprobs = self._forward(packed)[0].cpu().numpy()
+                for index in np.unique(packed.sequence):
+                    own = packed.sequence == index
+                    scores[index][packed.offset[own]] = logprobs[own]
+        return [score[row.trained] for score, row in zip(scores, rows, strict=True)]
+
+    @contextmanager
+    def _under(self, adapter: bytes | Literal["current"] | None) -> Iterator[None]:
+        """Compute under other weights. The current tensors are set aside, not copied, and put back as they were."""
+        if adapter == "current":
+            yield
+            return
+        if adapter is None:
+            with self._peft.disable_adapter():
+                yield
+            return
+        other = self._read_adapter(adapter)
+        current = {name: parameter.data for name, parameter in self._weights.items()}
+        try:
+            for name, parameter in self._weights.items():
+                parameter.data = other[name].to(self.device)
+            yield
+        finally:
+            for name, parameter in self._weights.items():
+                parameter.data = current[name]
+
+    def _prove_packing(self, model_dir: Path) -> None:
+        """Raise ModelError unless two packed replies get the logprobs that the model itself gives them one by one.
+
+        Catches what would else train silently wrong: a model that ignores our attention, transforms its logits after
+        the head, or carries state from token to token.
+        """
+        size = self._head.weight.shape[0]
+        prompt, replies = [1, 2, 3, 4], ([5, 6, 7], [8, 9, 10])
+        ids = [np.asarray([token % size for token in (*prompt, *reply)], dtype=np.int32) for reply in replies]
+        mask = np.arange(7) >= 4
+        rows = [Row.of(each, np.zeros(7), mask, np.where(mask, 0, -1)) for each in ids]
+        worst = 0.0
+        with torch.no_grad():
+            for each, scored in zip(ids, self.score(rows), strict=True):
+                tokens = torch.from_numpy(each).to(self.device, torch.int64)
+                logits = self._causal(input_ids=tokens[None], use_cache=False).logits[0].float() / self.temperature
+                plain = logits.log_softmax(-1)[3:-1].gather(1, tokens[4:, None])[:, 0].cpu().numpy()
+                worst = max(worst, float(np.abs(plain - scored).mean()))
+        if not worst <= PROOF_TOLERANCE[self.dtype]:
+            raise ModelError(
+                f"{model_dir} ({type(self._causal).__name__}) cannot be trained on packed rows: its own logprobs "
+                f"differ from ours by {worst:.2g}. Its attention does not go through transformers' attention "
+                "interface, or it transforms its logits after the head; use another model"
+            )
+
+    # ------------------------------------------------------------------------------------------------ state as bytes
+
+    def adapter_bytes(self) -> bytes:
+        """The adapter as one safetensors blob (see `broker.adapters`). The same weights give the same bytes."""
+        config = self._peft.peft_config["default"].to_dict()
+        config |= {"base_model_name_or_path": self._model_name, "inference_mode": True}
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self._weights.items()}
+        return _save(tensors, {CONFIG_KEY: json.dumps(plain, indent=2, sort_keys=True)})
+
+    def load_adapter_bytes(self, data: bytes) -> None:
+        """Make a blob's weights the current ones, bit for bit. Raises AdapterError when they do not fit."""
+        tensors = self._read_adapter(data)
+        with torch.no_grad():
+            for name, parameter in self._weights.items():
+                parameter.copy_(tensors[name])
+
+    def _read_adapter(self, data: bytes) -> dict[str, Tensor]:
+        config = adapter_config(data)
+        ours = self._peft.peft_config["default"]
+        if (config.get("r"), config.get("lora_alpha")) != (ours.r, ours.lora_alpha):
+            raise AdapterError(
+                f"expected an adapter of rank {ours.r} and alpha {ours.lora_alpha}, got rank {config.get('r')} and "
+                f"alpha {config.get('lora_alpha')}"
+            )
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
+        if problem := _misfit(tensors, {name: parameter.shape for name, parameter in self._weights.items()}):
+            raise AdapterError(f"the adapter does not fit the model: {problem}")
+        return tensors
+
+    def optimizer_bytes(self) -> bytes:
+        """AdamW's moments, the place in the schedule and torch's random state, as one safetensors blob."""
+        tensors = {
+            f"{name}.{moment}": self._optimizer.state[parameter][moment].cpu().contiguous()
+            for name, parameter in self._weights.items()
+            if parameter in self._optimizer.state
+            for moment in MOMENTS
+        }
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state()
+        return _save(tensors, {STATE_KEY: json.dumps({"step": self.step})})
+
+    def load_optimizer_bytes(self, data: bytes) -> None:
+        """Go on where `optimizer_bytes` stood, bit for bit.
+
+        Raises ObjectCorrupt when `data` is no such blob, and RunConflict when it belongs to another adapter shape.
+        """
+        try:
+            tensors: dict[str, Tensor] = safetensors.torch.load(data)
+            length = int.from_bytes(data[:8], "little")
+            state: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][STATE_KEY])
+            step = int(state["step"])
+            random = {name: tensors.pop(f"random.{name}") for name in ("cpu", "cuda") if f"random.{name}" in tensors}
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ObjectCorrupt(f"the optimizer's state cannot be read: {error!r}") from error
+        known = {name for name in self._weights if f"{name}.step" in tensors} if tensors else set()
+        shapes = {
+            f"{name}.{moment}": torch.Size([]) if moment == "step" else self._weights[name].shape
+            for name in known
+            for moment in MOMENTS
+        }
+        if problem := _misfit(tensors, shapes):
+            raise RunConflict(f"the optimizer's state does not fit the adapter: {problem}. Start with --restart")
+        self._optimizer.state.clear()
+        for name in self._weights:
+            if name in known:
+                self._optimizer.state[self._weights[name]] = {
+                    moment: tensors[f"{name}.{moment}"].clone().to("cpu" if moment == "step" else self.device)
+                    for moment in MOMENTS
+                }
+        self.step = step
+        torch.set_rng_state(random["cpu"])
+        if self.device.type == "cuda" and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"])
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU and float32 on a CPU, unless the configuration says which."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _load_base(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        raise ModelError(f"{model_dir} cannot be loaded as a causal language model: {error}") from error
+
+
+def _sliding_window(base: PreTrainedModel, model_dir: Path) -> int | None:
+    """The longest sequence that no sliding window touches. Raises ModelError for layers that carry a state."""
+    config = base.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if strange := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{model_dir} has layers of the kind {sorted(strange)}; packed rows need attention layers only"
+        )
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if not kinds or "sliding_attention" in kinds else None
+
+
+def _check_targets(base: PreTrainedModel, targets: Sequence[str]) -> str | list[str]:
+    """What PEFT is to adapt. Raises ModelError for a name that no linear layer has, and for the head."""
+    if not targets:
+        return "all-linear"
+    head = base.get_output_embeddings()
+    linear = [
+        name
+        for name, module in base.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and module is not head
+    ]
+    if missing := [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]:
+        raise ModelError(
+            f"lora.targets: {', '.join(missing)} is no linear layer of the model (the head cannot be adapted). "
+            f"Expected some of {', '.join(sorted({name.rsplit('.', 1)[-1] for name in linear}))}, or an empty list "
+            "for all of them"
+        )
+    return list(targets)
+
+
+def _misfit(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> str | None:
+    """How `tensors` differ from the expected names and shapes; None when they fit."""
+    if surplus := sorted(tensors.keys() - shapes.keys()):
+        return f"unexpected tensor {surplus[0]} ({len(surplus)} such)"
+    if missing := sorted(shapes.keys() - tensors.keys()):
+        return f"tensor {missing[0]} is missing ({len(missing)} such)"
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            return f"{name} has the shape {list(tensors[name].shape)}, expected {list(shape)}"
+    return None
+
+
+def _save(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    data: bytes = safetensors.torch.save(tensors, metadata=metadata)
+    return data

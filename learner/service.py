@@ -1,0 +1,834 @@
+"""The learner: owns a run; issues tasks, trains, commits, activates.
+
+Invariants: a group that was announced is trained on at most once and never lost; what a commit says happened, and
+nothing else did. The order within a step is what makes it so: uploads, one compare-and-set of the head, then the
+acknowledgements of the groups it closed. Before the compare-and-set the step is repeated from redelivered groups;
+after it the redelivered groups are not open any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from broker import names
+from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
+from broker.chat import ChatTokenizer
+from broker.code import source_hash
+from broker.errors import ConfigError, Fenced, PolicyMismatch, RegistryConflict, RunConflict, RunFailed
+from broker.messages import AdapterRef, BlobRef, Node, Task, decode
+from broker.models import ModelFiles
+from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
+from broker.runspec import RunSpec
+from broker.store import Store
+from learner.activator import Activator
+from learner.batch import BatchFigures, figures_of, outcomes_of, sequences_of
+from learner.buffer import Buffer, Held
+from learner.checkpoint import Checkpoint
+from learner.claim import Claim, claim, finished
+from learner.credit import CreditRule
+from learner.feeder import Feeder
+from learner.intake import Intake
+from learner.ledger import Ledger
+from learner.session import Session
+from learner.sweep import groups_prefix, removable_groups
+from learner.tasks import check_lengths, load_tasks
+from learner.truth import TruthReport, choose, compare, verdict
+from observability import metrics, tracing
+from observability.shares import Share
+
+if TYPE_CHECKING:
+    from learner.model import Policy, StepStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CHECKED_TASKS = 64
+"""Tasks whose prompts are measured at start, so that a run that cannot work is refused at once."""
+
+SWEEP_SECONDS = 600.0
+
+OVERDUE_FACTOR = 2.0
+"""A leased group is expired after this many `group_timeout`s: its actor had one, and a redelivery has another."""
+
+TARGET_STEPS = 5
+"""`target_reward` is compared with the mean reward of this many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a run ended, or what it had come to when its learner left."""
+
+    run: str
+    steps: int
+    reward_first5: float
+    reward_last5: float
+    groups: dict[str, int]
+    head: int
+    adapter_key: str
+    adapter_name: str
+    seconds: float
+    done: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat JSON object, as `farflung up --json` prints it."""
+        plain = asdict(self)
+        del plain["groups"]
+        return plain | {f"groups_{name}": number for name, number in self.groups.items()}
+
+
+class Learner:
+    """One epoch of one run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registry: Registry,
+        store: Store,
+        spec: RunSpec,
+        model: ModelFiles,
+        *,
+        id: str,
+        roots: Sequence[Path] = (),
+        directory: Path | None = None,
+        threads: int | None = None,
+        restart: bool = False,
+        take_over: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._store = store
+        self.spec = spec
+        self._model = model
+        self.id = id
+        self._roots = roots
+        self._directory = directory
+        self._threads = threads
+        self._restart = restart
+        self._take_over = take_over
+        self._clock = clock
+        algorithm = spec.algorithm
+        self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
+        self._ledger = Ledger()
+        self._buffer = Buffer()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._credit_changed = asyncio.Event()
+        self._groups_changed = asyncio.Event()
+        self._waiting_share = Share(memory=60.0)
+        self._rewards: list[float] = []
+        self._weights: dict[int, bytes] = {}
+        self._step_seconds: list[float] = []
+        self._paused = False
+        self._stopping = False
+        self._began = clock()
+        self._earlier_seconds = 0.0
+        self._last: dict[str, float] = {}
+        self._detail = "starting"
+        self._leased_since: dict[str, float] = {}
+        self._session: Session
+        self._policy: Policy
+        self._feeder: Feeder
+        self._intake: Intake
+        self._activator: Activator
+        self._roster: Roster
+        self._heads: Heads
+
+    # ------------------------------------------------------------------------------------------------------- the run
+
+    async def run(self) -> Finished:
+        """Train until the run is finished or told to stop. Returns how it stands then.
+
+        Raises RunConflict (held by another, or not to be continued), Fenced (displaced), RunFailed, PolicyMismatch,
+        ConfigError and its kin.
+        """
+        self._roster = Roster(self._registry, on_change=self._on_node)
+        self._heads = Heads(self._registry, on_change=self._on_record)
+        try:
+            await self._roster.ready.wait()
+            await self._heads.ready.wait()
+            found = await self._registry.head(self.spec.run.name)
+            if found is not None and not self._restart and finished(found[0], self.spec):
+                return await self._summary_of_finished(found[0].run)
+            await self._prepare(await self._claim())
+            try:
+                return await self._train_to_the_end()
+            except (Fenced, ConsumerGone):
+                raise
+            except RunFailed as error:
+                with contextlib.suppress(Fenced):
+                    await self._session.write(state="failed", learner="", detail=str(error)[:2000])
+                raise
+            except BaseException:
+                await self._leave()
+                raise
+        finally:
+            await self._roster.close()
+            await self._heads.close()
+            await self._registry.remove_node(self.id)
+            self._compute.shutdown(wait=False, cancel_futures=True)
+
+    async def _claim(self) -> Claim:
+        """Check everything that can be refused, then own the run."""
+        environment = self.spec.environment
+        self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
+        if not environment.environment:
+            await asyncio.to_thread(
+                check_lengths,
+                self._source,
+                ChatTokenizer.from_directory(self._model.directory),
+                self._model.context,
+                CHECKED_TASKS,
+                prompt_column=self.spec.tasks.prompt_column,
+                system_prompt=environment.system_prompt,
+            )
+        user_code = [*environment.rewards, *([environment.environment] if environment.environment else [])]
+        code = {name: source_hash(name, self._roots) for name in user_code}
+        self._check_slots()
+        return await claim(
+            self._registry,
+            self.spec,
+            node=self.id,
+            fingerprint=self._model.fingerprint,
+            code=code,
+            nodes=self._roster.present(),
+            restart=self._restart,
+            take_over=self._take_over,
+        )
+
+    def _check_slots(self) -> None:
+        """Refuse a fleet whose replicas cannot hold this run's adapters beside those of the runs already there."""
+        needs = {self.spec.run.name: self.spec.adapter_slots}
+        for head in self._heads.heads.values():
+            if head.fleet == self.spec.fleet_name and head.run != self.spec.run.name and head.state == "running":
+                evaluation = int(head.spec.get("fleet", {}).get("eval_slots", 0))
+                needs[head.run] = head.max_staleness + 2 + evaluation
+        total = sum(needs.values())
+        for node in self._roster.present("replica", self.spec.fleet_name):
+            if node.slots < total:
+                parts = " + ".join(f"{number} ({run})" for run, number in needs.items())
+                raise ConfigError(
+                    f"fleet {self.spec.fleet_name}: replica {node.id} holds {node.slots} adapters, but {parts} = "
+                    f"{total} are needed (max_staleness + 2 + eval_slots per run). Start replicas with "
+                    f"--adapter-slots {total}, or lower algorithm.max_staleness"
+                )
+
+    async def _prepare(self, claimed: Claim) -> None:
+        """Streams, state, policy, and the tasks and groups that the broker still holds."""
+        self._session = Session(self._registry, self._store, claimed)
+        head, run = claimed.head, self.spec.run.name
+        self._detail = "loading the model"
+        announcing = asyncio.create_task(self._announce_starting())
+        try:
+            await self._bus.ensure_stream(dead_config())
+            if claimed.created:
+                await self._forget_predecessor(run)
+            await self._bus.ensure_stream(tasks_config(run))
+            await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
+            consumer = names.learner_consumer(run, head.epoch)
+            await self._bus.delete_consumers(names.groups_stream(run), keep=consumer)
+            puller = await self._bus.puller(names.groups_stream(run), learner_consumer(run, head.epoch))
+            self._policy = await self._in_thread(self._load_policy)
+            await self._restore()
+        finally:
+            announcing.cancel()
+        head = self._session.head
+        self._feeder = Feeder(self._bus, self._source, self.spec, self._ledger, head)
+        await self._adopt(run)
+        self._intake = Intake(
+            self._bus,
+            self._store,
+            puller,
+            self._session,
+            self._ledger,
+            self._buffer,
+            self._feeder,
+            self._rule,
+            on_change=self._on_group,
+        )
+        self._activator = Activator(
+            self._session,
+            self._roster,
+            fleet=self.spec.fleet_name,
+            timeout=self.spec.fleet.activation_timeout,
+            min_replicas=self.spec.fleet.min_replicas,
+            on_active=self._credit_changed.set,
+        )
+        self._began = self._clock()
+        self._credit_changed.set()
+        log.info(
+            "run %s, incarnation %s, epoch %d: step %d, version %d",
+            run, head.incarnation, head.epoch, head.step, head.head,
+        )  # fmt: skip
+
+    async def _announce_starting(self) -> None:
+        """Be present while the model loads, so that a second learner is refused meanwhile."""
+        while True:
+            await self._registry.put_node(self._node())
+            await asyncio.sleep(PRESENCE_SECONDS / 2)
+
+    async def _forget_predecessor(self, run: str) -> None:
+        """A reused name never meets its predecessor's state: its messages and version records go."""
+        await self._bus.delete_stream(names.tasks_stream(run))
+        await self._bus.delete_stream(names.groups_stream(run))
+        for record in await self._registry.versions(run):
+            if record.incarnation != self._session.head.incarnation:
+                await self._registry.runs.delete(names.version_key(run, record.adapter.version))
+
+    def _load_policy(self) -> Policy:
+        from learner.model import Policy
+
+        return Policy(
+            self._model.directory,
+            model_name=self._model.name if "/" not in self._model.name.strip("/") else self._public_model_name(),
+            lora=self.spec.lora,
+            optimizer=self.spec.optimizer,
+            temperature=self.spec.sampling.temperature,
+            dtype=self.spec.run.dtype,
+            seed=self.spec.run.seed,
+            threads=self._threads,
+        )
+
+    def _public_model_name(self) -> str:
+        """A hub name as it is; of a local directory only the last part, which tells no one about this machine."""
+        name = self._model.name
+        return name if not Path(name).expanduser().is_dir() else Path(name).name
+
+    async def _restore(self) -> None:
+        """Go on from the newest intact commit."""
+        found = await self._session.newest_intact()
+        if found is None:
+            return
+        checkpoint, weights, optimizer = found
+        if checkpoint.step != self._session.head.step:
+            await self._session.go_back_to(checkpoint)
+        await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
+        await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
+        self._ledger = Ledger.from_state(checkpoint.ledger)
+        self._rewards = list(checkpoint.rewards)
+        self._earlier_seconds = checkpoint.seconds
+        for ref in self._session.head.live:
+            self._weights[ref.version] = await self._store.get(_blob(ref))
+
+    async def _adopt(self, run: str) -> None:
+        """Bring ledger and broker together: what the broker holds is open, and what is open the broker holds."""
+        held = await self._bus.subjects_held(names.tasks_stream(run))
+        held |= await self._bus.subjects_held(names.groups_stream(run))
+        again = await self._feeder.adopt({subject.rsplit(".", 1)[-1] for subject in held})
+        if again:
+            log.warning("run %s: %d open groups were nowhere on the broker and are issued again", run, again)
+
+    async def _train_to_the_end(self) -> Finished:
+        others = [
+            asyncio.create_task(work, name=name)
+            for name, work in (
+                ("feed", self._feed()),
+                ("receive", self._intake.run()),
+                ("activate", self._activator.run()),
+                ("announce", self._announce()),
+                ("watch over", self._watch_over()),
+                ("sweep", self._sweep()),
+            )
+        ]
+        training = asyncio.create_task(self._train(), name="train")
+        metrics.observe(self._gauges, run=self.spec.run.name)
+        try:
+            await asyncio.wait([training, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in [training, *others]:
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    await self._raise_cause(task.exception())
+            return training.result()
+        finally:
+            for task in [training, *others]:
+                task.cancel()
+            await asyncio.gather(training, *others, return_exceptions=True)
+
+    async def _raise_cause(self, error: BaseException | None) -> None:
+        """A consumer that is gone, or a lost compare-and-set, mean another epoch: say that."""
+        if isinstance(error, ConsumerGone | RegistryConflict) and (why := await self._session.fenced()):
+            raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
+        if error is not None:
+            raise error
+
+    async def _leave(self) -> None:
+        """Going away on purpose: the next learner need not wait for this one's presence to fade."""
+        with contextlib.suppress(Fenced, OSError, TimeoutError):
+            async with asyncio.timeout(5):
+                await self._session.write(learner="")
+
+    # ---------------------------------------------------------------------------------------------------- the stages
+
+    async def _feed(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._credit_changed.wait()
+            self._credit_changed.clear()
+            while not self._paused and self._credit() > 0:
+                await self._feeder.issue_next()
+
+    def _credit(self) -> int:
+        """Groups that may be issued now: by the window, and by what the remaining steps can use."""
+        head = self._session.head
+        window = self._rule.credit(head=head.head, active=head.active, open_groups=self._ledger.open_groups)
+        left = (self.spec.run.steps - head.step) * self._rule.groups_per_step - self._ledger.open_groups
+        return min(window, left)
+
+    async def _train(self) -> Finished:
+        while not self._done() and not self._stopping:
+            waited = self._clock()
+            self._waiting_share.set(1.0, waited)
+            batch = await self._next_batch()
+            self._waiting_share.set(0.0, self._clock())
+            if batch is None:
+                continue
+            await self._step(batch, wait=self._clock() - waited)
+        if self._done():
+            await self._wait_for_activation()
+            await self._session.write(state="finished", learner="", detail="")
+        else:
+            await self._session.write(state="paused", learner="", detail="stopped by request")
+        return self._summary()
+
+    def _done(self) -> bool:
+        head = self._session.head
+        target = self.spec.run.target_reward
+        recent = self._rewards[-TARGET_STEPS:]
+        reached = target is not None and len(recent) == TARGET_STEPS and sum(recent) / TARGET_STEPS >= target
+        return head.step >= self.spec.run.steps or reached
+
+    async def _wait_for_activation(self) -> None:
+        """The last version is worth serving too; give the fleet a moment to take it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(30.0, self.spec.fleet.activation_timeout)):
+                while self._session.head.active < self._session.head.head:
+                    await self._credit_changed.wait()
+                    self._credit_changed.clear()
+
+    async def _next_batch(self) -> list[Held] | None:
+        """The next step's groups, once there are enough; None when the run is to stop."""
+        while not self._stopping:
+            await self._drop_stale()
+            limit = 2 * self._rule.groups_per_step
+            if self._intake.failed_in_a_row >= limit:
+                raise RunFailed(
+                    f"run {self.spec.run.name}: {limit} groups failed in a row, the last one with: "
+                    f"{self._intake.last_failure}. Mend that and start again; the run goes on from its last commit"
+                )
+            if not self._paused:
+                batch = self._buffer.take(self._rule.groups_per_step)
+                if batch is not None:
+                    return batch
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._groups_changed.wait()
+            self._groups_changed.clear()
+        return None
+
+    async def _drop_stale(self) -> None:
+        for held in self._buffer.take_stale(self._rule, self._session.head.head):
+            self._intake.close(held.id, "dropped", held.ready.lengths)
+            self._credit_changed.set()
+            await held.delivery.ack()
+
+    # -------------------------------------------------------------------------------------------------------- a step
+
+    async def _step(self, batch: Sequence[Held], wait: float) -> None:
+        head = self._session.head
+        began = self._clock()
+        links = [held.headers for held in batch]
+        with tracing.span("step", parent={}, links=links, run=head.run, step=head.step + 1) as span:
+            figures = figures_of(batch, head.head)
+            weights = await self._weights_for(batch)
+            report = await self._in_thread(lambda: self._check_truth(batch, weights))
+            with tracing.span("train", run=head.run, step=head.step + 1):
+                stats = await self._in_thread(lambda: self._optimize(batch))
+            trained = self._clock()
+            published = await self._commit(batch, figures, stats)
+            span.set_attribute("farflung.reward", figures.reward)
+            span.set_attribute("farflung.version", self._session.head.head)
+            self._activator.trace = tracing.headers()
+        if published:
+            self._activator.wake.set()
+        self._credit_changed.set()
+        seconds = {"wait": wait, "train": trained - began, "commit": self._clock() - trained}
+        self._note_step(batch, figures, stats, report, seconds)
+
+    def _optimize(self, batch: Sequence[Held]) -> StepStats:
+        algorithm = self.spec.algorithm
+        sequences = sequences_of(batch, algorithm.advantage)
+        return self._policy.train_step(sequences, token_budget=self.spec.optimizer.token_budget, algorithm=algorithm)
+
+    async def _weights_for(self, batch: Sequence[Held]) -> dict[int, bytes | None]:
+        """The adapter of every version that sampled anything in the batch; None for the base model."""
+        versions = {
+            int(version)
+            for held in batch
+            for episode in held.group.episodes
+            for row in episode.rows
+            for version in set(row.served_by[row.trained].tolist())
+        }
+        found: dict[int, bytes | None] = {}
+        for version in versions:
+            if version > 0 and version not in self._weights:
+                ref = self._session.adapters.get(version)
+                if ref is None:
+                    raise PolicyMismatch(
+                        f"tokens were sampled under version {version}, which this run never published or has retired"
+                    )
+                self._weights[version] = await self._store.get(_blob(ref))
+            found[version] = self._weights.get(version)
+        return found
+
+    def _check_truth(self, batch: Sequence[Held], weights: Mapping[int, bytes | None]) -> TruthReport:
+        """Score a sample under its recorded versions. Raises PolicyMismatch before any gradient is applied."""
+        episodes = [episode for held in batch for episode in held.group.episodes]
+        spans = choose(episodes, self.spec.algorithm.truth_samples)
+        recorded, recomputed, pairs = [], [], []
+        for version in sorted({span.version for span in spans}):
+            ours = [span for span in spans if span.version == version]
+            rows = [episodes[span.episode].rows[span.row] for span in ours]
+            scores = self._policy.score(rows, weights[version])
+            for span, row, score in zip(ours, rows, scores, strict=True):
+                recorded.append(row.behaviour[row.trained][span.tokens])
+                recomputed.append(score[span.tokens])
+                pairs.append((version, span.replica))
+        report = compare(recorded, recomputed, pairs)
+        problem = verdict(report, self.spec.algorithm.truth_tolerance, self._policy.dtype_name)
+        if problem is not None:
+            raise PolicyMismatch(f"run {self.spec.run.name}, step {self._session.head.step + 1}: {problem}")
+        return report
+
+    async def _commit(self, batch: Sequence[Held], figures: BatchFigures, stats: StepStats) -> bool:
+        """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
+        head = self._session.head
+        step = head.step + 1
+        publish = step % self.spec.algorithm.publish_every == 0 or step == self.spec.run.steps
+        version = head.head + 1 if publish else head.head
+        trace = tracing.headers()
+        weights = await self._in_thread(self._policy.adapter_bytes)
+        with tracing.span("publish", run=head.run, step=step, version=version):
+            offering = asyncio.create_task(self._store_weights(version if publish else None, step, weights, trace))
+            optimizer = await self._in_thread(self._policy.optimizer_bytes)
+            optimizer_ref = await self._session.store_blob(step, "optimizer", optimizer)
+            weights_ref, adapter = await offering
+            rewards = [*self._rewards, figures.reward]
+            outcomes = outcomes_of(batch)
+            checkpoint = Checkpoint(
+                run=head.run,
+                incarnation=head.incarnation,
+                step=step,
+                version=version,
+                weights=weights_ref,
+                optimizer=optimizer_ref,
+                ledger=self._ledger.to_state(outcomes),
+                rewards=rewards,
+                trained=[held.id for held in batch],
+                seconds=self._seconds(),
+            )
+            ref = await self._session.store_blob(step, "state", checkpoint.encode())
+            await self._session.commit(
+                checkpoint,
+                ref,
+                adapter,
+                reward=figures.reward,
+                summary={"reward": figures.reward, "staleness": figures.staleness_mean},
+                trace=trace,
+            )
+        self._rewards = rewards
+        if adapter is not None:
+            self._weights[version] = weights
+            for old in [number for number in self._weights if number not in self._session.adapters]:
+                del self._weights[old]
+        for group, outcome in outcomes:
+            self._ledger.close(group, outcome)
+            metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
+            self._feeder.end(group, outcome)
+        await asyncio.gather(*(held.delivery.ack() for held in batch))
+        return adapter is not None
+
+    async def _store_weights(
+        self, version: int | None, step: int, weights: bytes, trace: Mapping[str, str]
+    ) -> tuple[BlobRef, AdapterRef | None]:
+        """Offer the weights as a version while the rest uploads; without a version they are only stored."""
+        if version is None:
+            return await self._session.store_blob(step, "weights", weights), None
+        adapter = await self._session.offer(version, step, weights, trace)
+        return _blob(adapter), adapter
+
+    # ------------------------------------------------------------------------------------------------- looking after
+
+    async def _watch_over(self) -> None:
+        """Close what is overdue, and notice that another epoch has begun."""
+        while True:
+            await asyncio.sleep(5.0)
+            if (why := await self._session.fenced()) is not None:
+                raise Fenced(f"{why}. Nothing that this learner had not committed counts")
+            await self._expire_overdue()
+
+    async def _expire_overdue(self) -> None:
+        """A group that was leased long ago and of which nothing was heard is closed as expired."""
+        run = self.spec.run.name
+        info = await self._bus.jetstream.consumer_info(names.tasks_stream(run), names.ACTORS_CONSUMER)
+        held = await self._bus.subjects_held(names.tasks_stream(run))
+        answered = await self._bus.subjects_held(names.groups_stream(run))
+        waiting = int(info.num_pending or 0)
+        open_ids = list(self._ledger.open_ids())
+        unanswered = [
+            group
+            for group in open_ids
+            if names.task_subject(run, group) in held and names.group_subject(run, group) not in answered
+        ]
+        leased = unanswered[: max(0, len(unanswered) - waiting)]
+        now = self._clock()
+        self._leased_since = {group: self._leased_since.get(group, now) for group in leased}
+        limit = OVERDUE_FACTOR * self.spec.environment.group_timeout
+        for group, since in list(self._leased_since.items()):
+            if now - since > limit:
+                await self._expire(group, f"nothing was heard of it for {limit:.0f} s since it was leased")
+
+    async def _expire(self, group: str, why: str) -> None:
+        run = self.spec.run.name
+        log.warning("group %s is closed as expired: %s", group, why)
+        self._leased_since.pop(group, None)
+        self._intake.close(group, "expired", [])
+        self._credit_changed.set()
+        subject = names.task_subject(run, group)
+        message = await self._bus.jetstream.get_last_msg(names.tasks_stream(run), subject)
+        await self._bus.jetstream.purge_stream(names.tasks_stream(run), subject=subject)
+        if message.data:
+            index = decode(message.data, Task).index
+            await self._bus.dead_letter(subject, message.data, f"task {index} {why}")
+
+    async def _sweep(self) -> None:
+        """Remove what retention says may go."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            head = self._session.head
+            objects = await self._store.list(groups_prefix(head.run, head.incarnation))
+            newest = max((written for _, written in objects), default=0.0)
+            for key in removable_groups(
+                objects,
+                open_groups=self._ledger.open_ids().keys(),
+                now=newest,
+                keep_hours=self.spec.storage.keep_groups_hours,
+            ):
+                await self._store.remove(key)
+
+    def _on_node(self) -> None:
+        if hasattr(self, "_activator"):
+            self._activator.wake.set()
+
+    def _on_group(self) -> None:
+        self._groups_changed.set()
+        self._credit_changed.set()
+
+    def _on_record(self, run: str) -> None:
+        """A person asked for something."""
+        control = self._heads.controls.get(run)
+        if run != self.spec.run.name or control is None:
+            return
+        self._paused = control.wanted == "pause"
+        self._stopping = control.wanted in ("stop", "delete")
+        self._credit_changed.set()
+        self._groups_changed.set()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    # ------------------------------------------------------------------------------------------------------ readings
+
+    def _seconds(self) -> float:
+        return self._earlier_seconds + self._clock() - self._began
+
+    def _note_step(
+        self,
+        batch: Sequence[Held],
+        figures: BatchFigures,
+        stats: StepStats,
+        report: TruthReport,
+        seconds: dict[str, float],
+    ) -> None:
+        head = self._session.head
+        self._step_seconds = [*self._step_seconds[-9:], sum(seconds.values())]
+        for part, value in seconds.items():
+            metrics.record("farflung.step.seconds", value, run=head.run, part=part)
+        for held in batch:
+            metrics.record("farflung.group.age", head.head - held.version, run=head.run)
+        self._last = {
+            "reward": figures.reward,
+            "reward_std": figures.reward_std,
+            "staleness": figures.staleness_mean,
+            "staleness_max": float(figures.staleness_max),
+            "length": figures.length_mean,
+            "truncated": figures.truncated,
+            "signal_groups": float(figures.signal_groups),
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "ratio": stats.ratio_mean,
+            "clip_low": stats.clip_low_fraction,
+            "clip_high": stats.clip_high_fraction,
+            "k1": stats.k1,
+            "k3": stats.k3,
+            "entropy": stats.entropy,
+            "lr": stats.lr,
+            "packed_fill": stats.packed_fill,
+            "truth_mean": report.overall.mean,
+            "truth_p99": report.overall.percentile99,
+            "sampled_tokens": float(figures.sampled_tokens),
+            "trained_tokens": float(stats.trained_tokens),
+            "computed_tokens": float(stats.computed_tokens),
+            "tokens_per_second": stats.computed_tokens / max(seconds["train"], 1e-9),
+            **{f"seconds_{part}": value for part, value in seconds.items()},
+        }
+        record = {
+            "step": head.step,
+            "head": head.head,
+            "active": head.active,
+            **self._last,
+            **self._ledger.counts(),
+            "time": time.time(),
+        }
+        log.info(
+            "step %d: reward %.3f, staleness %.2f, loss %.4f, ratio %.4f, k3 %.2g; "
+            "wait %.1f s, train %.1f s, commit %.2f s",
+            head.step, figures.reward, figures.staleness_mean, stats.loss, stats.ratio_mean, stats.k3,
+            seconds["wait"], seconds["train"], seconds["commit"],
+        )  # fmt: skip
+        if self._directory is not None:
+            with (self._directory / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def _gauges(self) -> dict[str, float]:
+        head = self._session.head
+        return {
+            "farflung.queue.occupancy": len(self._buffer) / self._rule.window,
+            "farflung.rollout.wait": self._waiting_share.read(self._clock()),
+            "farflung.run.step": float(head.step),
+            "farflung.run.head": float(head.head),
+            "farflung.run.active": float(head.active),
+            "farflung.run.credit": float(max(0, self._credit())),
+            "farflung.run.open": float(self._ledger.open_groups),
+            **({"farflung.run.reward": self._last["reward"]} if self._last else {}),
+            **({"farflung.run.staleness": self._last["staleness"]} if self._last else {}),
+            **({"farflung.learner.tokens_per_second": self._last["tokens_per_second"]} if self._last else {}),
+        }
+
+    def _trouble(self) -> str:
+        """What a person should know, empty when all is well."""
+        if self._paused:
+            return "paused by request"
+        parts = [self._activator.trouble] if self._activator.trouble else []
+        if self._intake.failures:
+            kinds = ", ".join(f"{number} {kind}" for kind, number in self._intake.failures.most_common(3))
+            parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")
+        if self._ledger.open_groups and not self._roster.present("actor", self.spec.fleet_name):
+            parts.append(f"no actor is present in fleet {self.spec.fleet_name}")
+        if not self._roster.present("replica", self.spec.fleet_name):
+            parts.append(f"no replica is present in fleet {self.spec.fleet_name}")
+        return "; ".join(parts)
+
+    def _node(self) -> Node:
+        gauges: dict[str, float] = {"steps": float(self.spec.run.steps)}
+        detail, state = self._detail, "joining"
+        if hasattr(self, "_activator"):
+            head = self._session.head
+            steps_left = self.spec.run.steps - head.step
+            per_step = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
+            detail, state = self._trouble(), "ready"
+            gauges |= {
+                "step": float(head.step),
+                "head": float(head.head),
+                "active": float(head.active),
+                "credit": float(self._credit()),
+                "buffered": float(len(self._buffer)),
+                "buffered_steps": len(self._buffer) / self._rule.groups_per_step,
+                "occupancy": len(self._buffer) / self._rule.window,
+                "rollout_wait": self._waiting_share.read(self._clock()),
+                "window": float(self._rule.window),
+                "seconds": self._seconds(),
+                "seconds_left": per_step * steps_left,
+                "activation_seconds": self._activator.seconds,
+                **self._last,
+                **{name: float(number) for name, number in self._ledger.counts().items()},
+            }
+        return Node(
+            id=self.id,
+            node="learner",
+            fleet=self.spec.fleet_name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=state,  # type: ignore[arg-type]
+            detail=detail,
+            run=self.spec.run.name,
+            gauges=gauges,
+        )
+
+    async def _announce(self) -> None:
+        while True:
+            await self._registry.put_node(self._node())
+            await asyncio.sleep(1.0)
+
+    def _summary(self) -> Finished:
+        head = self._session.head
+        return Finished(
+            run=head.run,
+            steps=head.step,
+            reward_first5=_mean(self._rewards[:TARGET_STEPS]),
+            reward_last5=_mean(self._rewards[-TARGET_STEPS:]),
+            groups=self._ledger.counts(),
+            head=head.head,
+            adapter_key=head.adapter.key if head.adapter else "",
+            adapter_name=head.adapter.name if head.adapter else "",
+            seconds=self._seconds(),
+            done=self._done(),
+        )
+
+    async def _summary_of_finished(self, run: str) -> Finished:
+        return await summary_of(self._registry, self._store, run)
+
+
+async def summary_of(registry: Registry, store: Store, run: str) -> Finished:
+    """How a run stands by its last commit. Raises RunConflict when there is no such run."""
+    found = await registry.head(run)
+    if found is None:
+        raise RunConflict(f"there is no run {run}; `farflung runs list` shows those there are")
+    head = found[0]
+    rewards: list[float] = []
+    counts = Ledger().counts()
+    seconds = 0.0
+    if head.checkpoint is not None:
+        checkpoint = decode(await store.get(head.checkpoint), Checkpoint)
+        rewards, seconds = checkpoint.rewards, checkpoint.seconds
+        counts = Ledger.from_state(checkpoint.ledger).counts()
+    return Finished(
+        run=run,
+        steps=head.step,
+        reward_first5=_mean(rewards[:TARGET_STEPS]),
+        reward_last5=_mean(rewards[-TARGET_STEPS:]),
+        groups=counts,
+        head=head.head,
+        adapter_key=head.adapter.key if head.adapter else "",
+        adapter_name=head.adapter.name if head.adapter else "",
+        seconds=seconds,
+        done=head.state == "finished",
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _blob(ref: AdapterRef) -> BlobRef:
+    return BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256)

@@ -1,0 +1,214 @@
+"""The learner's hold on its run: the head record it alone may write, and everything it writes with it.
+
+All writes of the head go through one place and one lock. A compare-and-set that fails means that another epoch has
+begun: the session is then fenced, and nothing it does counts any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from broker import names
+from broker.errors import Fenced, MalformedMessage, ObjectCorrupt, ObjectMissing, RegistryConflict, StoreError
+from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
+from broker.registry import Registry
+from broker.store import Store
+from learner.activation import live_versions
+from learner.checkpoint import Checkpoint
+from learner.claim import Claim, replace_head
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One epoch of one run."""
+
+    def __init__(self, registry: Registry, store: Store, claim: Claim) -> None:
+        self._registry = registry
+        self._store = store
+        self._head = claim.head
+        self._revision = claim.revision
+        self._lock = asyncio.Lock()
+        self.adapters: dict[int, AdapterRef] = {ref.version: ref for ref in claim.head.live}
+        """Published versions by number, as far as anything still needs them."""
+
+    @property
+    def head(self) -> Head:
+        return self._head
+
+    @property
+    def run(self) -> str:
+        return self._head.run
+
+    async def write(self, **changes: Any) -> Head:
+        """Change fields of the head record. Raises Fenced when the run has moved on to another epoch."""
+        async with self._lock:
+            head = replace_head(self._head, **changes)
+            try:
+                self._revision = await self._registry.set_head(head, self._revision)
+            except RegistryConflict as error:
+                found = await self._registry.head(self.run)
+                now = f"epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}" if found else "deleted"
+                raise Fenced(
+                    f"run {self.run} has moved on without this learner (epoch {self._head.epoch}): it is now {now}. "
+                    "Nothing of this learner's last step counts; its groups are with the other one"
+                ) from error
+            self._head = head
+            return head
+
+    async def fenced(self) -> str | None:
+        """Why this epoch is over, None while it is not."""
+        found = await self._registry.head(self.run)
+        if found is None:
+            return f"run {self.run} was deleted"
+        if found[0].epoch != self._head.epoch:
+            return f"run {self.run} is now in epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}"
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ versions
+
+    async def offer(self, version: int, step: int, weights: bytes, trace: Mapping[str, str]) -> AdapterRef:
+        """Store the adapter of a version to come and show it to replicas, ahead of its commit."""
+        prefix = names.adapter_prefix(self.run, self._head.incarnation, version)
+        blob = await self._store.put(prefix, weights)
+        ref = AdapterRef(
+            version=version,
+            name=names.adapter_name(self.run, version, blob.sha256),
+            key=blob.key,
+            size=blob.size,
+            sha256=blob.sha256,
+        )
+        await self._put_version(self._record(ref, step, "offered", trace=dict(trace)))
+        return ref
+
+    async def _put_version(self, record: VersionRecord) -> None:
+        try:
+            await self._registry.put_version(record)
+        except RegistryConflict as error:
+            raise Fenced(f"run {self.run} has moved on without this learner: {error}") from error
+
+    async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
+        """Store a part of a step's checkpoint."""
+        prefix = names.checkpoint_prefix(self.run, self._head.incarnation, step)
+        return await self._store.put(f"{prefix}/{part}", data)
+
+    async def commit(
+        self,
+        checkpoint: Checkpoint,
+        ref: BlobRef,
+        adapter: AdapterRef | None,
+        *,
+        reward: float,
+        summary: dict[str, float],
+        trace: Mapping[str, str],
+    ) -> None:
+        """Make a step count: one compare-and-set. Raises Fenced."""
+        head, active = checkpoint.version, self._head.active
+        if adapter is not None:
+            self.adapters[adapter.version] = adapter
+        live = self._live(head, active)
+        await self.write(
+            step=checkpoint.step,
+            head=head,
+            adapter=adapter or self._head.adapter,
+            checkpoint=ref,
+            live=live,
+            summary=summary,
+        )
+        if adapter is not None:
+            record = self._record(adapter, checkpoint.step, "committed", ref, reward, dict(trace))
+            await self._put_version(record)
+
+    async def activate(self, version: int) -> None:
+        """Make `version` the one the fleet serves. Raises Fenced."""
+        await self.write(active=version, live=self._live(self._head.head, version), detail="")
+        wanted = {ref.version for ref in self._head.live}
+        for old in [number for number in self.adapters if number not in wanted and number < version]:
+            del self.adapters[old]
+
+    def _live(self, head: int, active: int) -> list[AdapterRef]:
+        versions = live_versions(head=head, active=active, max_staleness=self._head.max_staleness, known=self.adapters)
+        return [self.adapters[version] for version in versions]
+
+    def _record(
+        self,
+        ref: AdapterRef,
+        step: int,
+        state: Literal["offered", "committed"],
+        checkpoint: BlobRef | None = None,
+        reward: float | None = None,
+        trace: dict[str, str] | None = None,
+    ) -> VersionRecord:
+        return VersionRecord(
+            run=self.run,
+            incarnation=self._head.incarnation,
+            epoch=self._head.epoch,
+            adapter=ref,
+            step=step,
+            checkpoint=checkpoint,
+            state=state,
+            reward=reward,
+            trace=trace or {},
+        )
+
+    # -------------------------------------------------------------------------------------------------------- resume
+
+    async def newest_intact(self) -> tuple[Checkpoint, bytes, bytes] | None:
+        """The newest commit whose every object is there: checkpoint, weights, optimizer. None for a fresh run.
+
+        Raises StoreError when there were commits and none is intact.
+        """
+        candidates = await self._candidates()
+        lost = []
+        for ref in candidates:
+            try:
+                checkpoint = decode(await self._store.get(ref), Checkpoint)
+                weights = await self._store.get(checkpoint.weights)
+                optimizer = await self._store.get(checkpoint.optimizer)
+            except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:
+                lost.append(str(error))
+                continue
+            if lost:
+                log.error(
+                    "run %s resumes from step %d, version %d: newer commits are lost (%s)",
+                    self.run, checkpoint.step, checkpoint.version, "; ".join(lost),
+                )  # fmt: skip
+            return checkpoint, weights, optimizer
+        if candidates:
+            raise StoreError(
+                f"run {self.run} cannot resume: none of its {len(candidates)} commits is intact in the store "
+                f"({lost[0]}). Restore the store, or begin anew with --restart"
+            )
+        return None
+
+    async def _candidates(self) -> Sequence[BlobRef]:
+        """Checkpoints from the newest to the oldest."""
+        if self._head.checkpoint is None:
+            return []
+        records = [
+            record
+            for record in await self._registry.versions(self.run)
+            if record.incarnation == self._head.incarnation and record.checkpoint is not None
+        ]
+        older = [record.checkpoint for record in reversed(records) if record.step < self._head.step]
+        return [self._head.checkpoint, *(ref for ref in older if ref is not None)]
+
+    async def go_back_to(self, checkpoint: Checkpoint) -> None:
+        """After newer commits were lost: the head is the older commit again. Raises Fenced."""
+        known = {
+            record.adapter.version: record.adapter
+            for record in await self._registry.versions(self.run)
+            if record.incarnation == self._head.incarnation and record.adapter.version <= checkpoint.version
+        }
+        self.adapters = known
+        active = min(self._head.active, checkpoint.version)
+        await self.write(
+            step=checkpoint.step,
+            head=checkpoint.version,
+            active=active,
+            adapter=known.get(checkpoint.version),
+            live=self._live(checkpoint.version, active),
+        )

@@ -1,0 +1,439 @@
+"""The policy against plain transformers and PEFT: same numbers, same gradients, same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from broker.adapters import adapter_config, write_adapter_directory
+from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
+from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
+from broker.trajectories import Row
+from learner.attention import TILE
+from learner.model import Policy
+from learner.packing import TokenSequence, pack, tiles
+from learner.truth import compare, verdict
+
+TEMPERATURE = 0.8
+ALGORITHM = AlgorithmSection()
+
+
+def make(model: Path, **changes: Any) -> Policy:
+    settings: dict[str, Any] = {
+        "model_name": "tiny",
+        "lora": LoraSection(rank=4, alpha=8),
+        "optimizer": OptimizerSection(lr=1e-2, max_grad_norm=1e6, weight_decay=0.01),
+        "temperature": TEMPERATURE,
+    }
+    return Policy(model, **(settings | changes))
+
+
+def sequences(seed: int = 0, groups: int = 3, size: int = 4, reply: int = 40) -> list[TokenSequence]:
+    """Groups with shared prompts and replies of unequal length, some with an environment turn in their midst."""
+    random = np.random.default_rng(seed)
+    made = []
+    for group in range(groups):
+        prompt = random.integers(3, 259, random.integers(5, 60))
+        for member in range(size):
+            tokens = random.integers(3, 259, random.integers(1, reply + 1))
+            ids = np.concatenate([prompt, tokens]).astype(np.int32)
+            trained = np.arange(len(ids)) >= len(prompt)
+            if member == 0:
+                trained[len(prompt) + 3 : len(prompt) + 6] = False
+            behaviour = np.where(trained, random.normal(-4, 1, len(ids)), 0).astype(np.float32)
+            made.append(TokenSequence(ids, behaviour, trained, float(random.normal()), f"g{group}"))
+    return made
+
+
+def step(policy: Policy, batch: list[TokenSequence], budget: int = 512) -> dict[str, torch.Tensor]:
+    """Make a training step; return the gradient it used."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(label: str) -> None:
+        if label == "after_forward_backward":
+            gradients.update({name: p.grad.clone() for name, p in policy._weights.items() if p.grad is not None})
+
+    policy.train_step(batch, token_budget=budget, algorithm=ALGORITHM, progress=keep)
+    return gradients
+
+
+def trained_policy(model: Path, **changes: Any) -> Policy:
+    policy = make(model, **changes)
+    for seed in (100, 101):
+        step(policy, sequences(seed))
+    return policy
+
+
+def plain_model(model: Path, adapter: bytes, directory: Path) -> PeftModel:
+    write_adapter_directory(adapter, directory)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, str(directory), is_trainable=True).eval()
+
+
+def plain_logprobs(model: Any, ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> torch.Tensor:
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    logprobs = (model(input_ids=tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+    return logprobs[:-1].gather(1, tokens[1:, None])[:, 0][torch.from_numpy(trained[1:])]
+
+
+def rows_of(batch: list[TokenSequence]) -> list[Row]:
+    return [Row.of(s.token_ids, s.behaviour, s.trained, np.where(s.trained, 1, -1)) for s in batch]
+
+
+def test_a_packed_step_has_the_loss_and_gradient_of_one_sequence_at_a_time(tiny_model: Path, tmp_path: Path) -> None:
+    policy = trained_policy(tiny_model)
+    batch = sequences(seed=1, size=8, reply=90)
+    packing = pack(batch, 512)
+    assert packing.saved_tokens > 100
+    assert any(tile.prefix is not None for row in packing.rows for tile in tiles(row, TILE))
+    model = plain_model(tiny_model, policy.adapter_bytes(), tmp_path).double()
+    count = sum(int(s.trained.sum()) for s in batch)
+    loss = torch.zeros((), dtype=torch.float64)
+    for s in batch:
+        ratio = (plain_logprobs(model, s.token_ids, s.trained) - torch.from_numpy(s.behaviour[s.trained])).exp()
+        clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
+        loss = loss - torch.minimum(ratio * s.advantage, clipped * s.advantage).sum() / count
+    loss.backward()  # type: ignore[no-untyped-call]
+    expected = {n.replace(".default.", "."): p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    gradients = step(policy, batch)
+    ours = trained_policy(tiny_model).train_step(batch, token_budget=512, algorithm=ALGORITHM).loss
+    assert ours == pytest.approx(loss.item(), rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert expected[name].abs().max() > 0
+        torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_the_gradient_does_not_depend_on_the_token_budget(tiny_model: Path) -> None:
+    batch = sequences(seed=2, size=8)
+    reference = step(trained_policy(tiny_model), batch, budget=100_000)
+    for budget in (64, 150, 600):
+        gradients = step(trained_policy(tiny_model), batch, budget=budget)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, reference[name], rtol=1e-3, atol=1e-6)
+
+
+def test_scores_equal_a_plain_forward_pass(tiny_model: Path, tmp_path: Path) -> None:
+    policy = trained_policy(tiny_model)
+    adapter = policy.adapter_bytes()
+    batch = sequences(seed=3)
+    step(policy, sequences(seed=4))
+    model = plain_model(tiny_model, adapter, tmp_path / "then")
+    now = plain_model(tiny_model, policy.adapter_bytes(), tmp_path / "now")
+    with torch.no_grad():
+        for s, then_score, now_score in zip(
+            batch, policy.score(rows_of(batch), adapter), policy.score(rows_of(batch)), strict=True
+        ):
+            np.testing.assert_allclose(then_score, plain_logprobs(model, s.token_ids, s.trained), atol=1e-5)
+            np.testing.assert_allclose(now_score, plain_logprobs(now, s.token_ids, s.trained), atol=1e-5)
+        base = model.unload()
+        for s, score in zip(batch, policy.score(rows_of(batch), None), strict=True):
+            assert score.dtype == np.float32
+            np.testing.assert_allclose(score, plain_logprobs(base, s.token_ids, s.trained), atol=1e-5)
+
+
+def test_a_base_models_score_is_an_adapterless_policys(tiny_model: Path) -> None:
+    fresh, batch = make(tiny_model), rows_of(sequences())
+    for current, base in zip(fresh.score(batch), fresh.score(batch, None), strict=True):
+        np.testing.assert_allclose(current, base, atol=1e-6)
+
+
+def test_scoring_leaves_the_weights_and_the_training_as_they_were(tiny_model: Path) -> None:
+    scored, undisturbed = trained_policy(tiny_model), trained_policy(tiny_model)
+    before = scored.adapter_bytes()
+    for adapter in (None, make(tiny_model).adapter_bytes(), "current"):
+        scored.score(rows_of(sequences()), adapter)  # type: ignore[arg-type]
+        assert scored.adapter_bytes() == before
+    with pytest.raises(AdapterError):
+        scored.score(rows_of(sequences()), b"nonsense")
+    step(scored, sequences(seed=5))
+    step(undisturbed, sequences(seed=5))
+    assert scored.adapter_bytes() == undisturbed.adapter_bytes()
+    assert scored.adapter_bytes() != before
+
+
+def test_adapter_bytes_are_what_peft_saves_and_the_same_each_time(tiny_model: Path, tmp_path: Path) -> None:
+    policy = trained_policy(tiny_model)
+    data = policy.adapter_bytes()
+    assert data == policy.adapter_bytes() == trained_policy(tiny_model).adapter_bytes()
+    policy._peft.save_pretrained(str(tmp_path / "peft"))
+    saved = safetensors.torch.load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    ours = safetensors.torch.load(data)
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) and ours[name].dtype == torch.float32 for name in ours)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert sorted(config.pop("target_modules")) == adapter_config(data)["target_modules"]
+    assert config.pop("base_model_name_or_path") != "tiny"
+    assert config.items() <= adapter_config(data).items()
+    assert str(tiny_model) not in data.decode("latin-1")
+    assert adapter_config(data)["base_model_name_or_path"] == "tiny"
+
+
+def test_peft_loads_the_adapter_directory_with_the_same_logits(tiny_model: Path, tmp_path: Path) -> None:
+    policy = trained_policy(tiny_model)
+    data = policy.adapter_bytes()
+    model = plain_model(tiny_model, data, tmp_path)
+    written = (tmp_path / "adapter_model.safetensors").read_bytes()
+    assert hashlib.sha256(written).digest() == hashlib.sha256(data).digest()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, policy._peft(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_loading_an_adapter_restores_it_bit_for_bit(tiny_model: Path) -> None:
+    policy = trained_policy(tiny_model)
+    data = policy.adapter_bytes()
+    other = make(tiny_model, seed=7)
+    assert other.adapter_bytes() != data
+    other.load_adapter_bytes(data)
+    assert other.adapter_bytes() == data
+
+
+def test_a_resumed_policy_goes_on_bit_for_bit(tiny_model: Path) -> None:
+    settings = {"optimizer": OptimizerSection(lr=1e-2, warmup_steps=5)}
+    undisturbed = make(tiny_model, **settings)
+    adapter = optimizer = b""
+    for seed in range(4):
+        if seed == 2:
+            adapter, optimizer = undisturbed.adapter_bytes(), undisturbed.optimizer_bytes()
+        step(undisturbed, sequences(seed))
+    drawn = torch.rand(3)
+
+    resumed = make(tiny_model, seed=99, **settings)
+    resumed.load_adapter_bytes(adapter)
+    resumed.load_optimizer_bytes(optimizer)
+    assert resumed.step == 2
+    assert resumed.lr == pytest.approx(1e-2 * 3 / 5)
+    assert resumed.optimizer_bytes() == optimizer
+    for seed in (2, 3):
+        step(resumed, sequences(seed))
+    assert resumed.adapter_bytes() == undisturbed.adapter_bytes()
+    assert resumed.step == undisturbed.step == 4
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_the_optimizer_of_an_untrained_policy_can_be_saved(tiny_model: Path) -> None:
+    fresh, trained = make(tiny_model), trained_policy(tiny_model)
+    data = fresh.optimizer_bytes()
+    trained.load_optimizer_bytes(data)
+    assert trained.step == 0
+    assert trained.optimizer_bytes() == data
+
+
+def test_state_that_does_not_fit_is_refused(tiny_model: Path) -> None:
+    policy, wider = trained_policy(tiny_model), trained_policy(tiny_model, lora=LoraSection(rank=8, alpha=8))
+    fewer = trained_policy(tiny_model, lora=LoraSection(rank=4, alpha=8, targets=["q_proj"]))
+    before = policy.adapter_bytes(), policy.optimizer_bytes()
+    with pytest.raises(AdapterError, match="rank 4"):
+        policy.load_adapter_bytes(wider.adapter_bytes())
+    with pytest.raises(AdapterError, match="missing"):
+        policy.load_adapter_bytes(fewer.adapter_bytes())
+    with pytest.raises(RunConflict, match="shape"):
+        policy.load_optimizer_bytes(wider.optimizer_bytes())
+    with pytest.raises(RunConflict, match="unexpected"):
+        fewer.load_optimizer_bytes(policy.optimizer_bytes())
+    for nonsense in (b"", b"nonsense", policy.adapter_bytes()):
+        with pytest.raises(ObjectCorrupt):
+            policy.load_optimizer_bytes(nonsense)
+    assert (policy.adapter_bytes(), policy.optimizer_bytes()) == before
+
+
+def blob(header: object, body: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+LORA = {"adapter_config": json.dumps({"peft_type": "LORA"})}
+TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def test_a_small_blob_by_hand_is_an_adapter() -> None:
+    assert adapter_config(blob({"__metadata__": LORA, "w": TENSOR}, b"1234")) == {"peft_type": "LORA"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 20,
+        (5).to_bytes(8, "little") + b"{]{]{",
+        blob([]),
+        blob({"__metadata__": LORA}),
+        blob({"__metadata__": 3, "w": TENSOR}, b"1234"),
+        blob({"w": TENSOR}, b"1234"),
+        blob({"__metadata__": LORA, "w": TENSOR}, b"123"),
+        blob({"__metadata__": LORA, "w": TENSOR}, b"12345"),
+        blob({"__metadata__": LORA, "w": {"dtype": "F32"}}, b"1234"),
+        blob({"__metadata__": LORA, "w": 7}, b"1234"),
+        blob({"__metadata__": LORA, "w": TENSOR | {"data_offsets": ["0", 4]}}, b"1234"),
+        blob({"__metadata__": {"adapter_config": "{"}, "w": TENSOR}, b"1234"),
+        blob({"__metadata__": {"adapter_config": "[]"}, "w": TENSOR}, b"1234"),
+        blob({"__metadata__": {"adapter_config": '{"peft_type": "IA3"}'}, "w": TENSOR}, b"1234"),
+    ],
+)
+def test_nonsense_is_no_adapter(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError):
+        write_adapter_directory(data, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_without_any_advantage_nothing_is_stepped_but_measured(tiny_model: Path) -> None:
+    policy = trained_policy(tiny_model)
+    before = policy.adapter_bytes(), policy.optimizer_bytes()
+    flat = [TokenSequence(s.token_ids, s.behaviour, s.trained, advantage=0.0, group=s.group) for s in sequences(seed=6)]
+    stats = policy.train_step(flat, token_budget=256, algorithm=ALGORITHM)
+    assert not stats.stepped
+    assert stats.grad_norm == 0
+    assert stats.entropy > 0
+    assert stats.k3 > 0
+    assert (policy.adapter_bytes(), policy.optimizer_bytes()) == before
+    assert policy.train_step([], token_budget=256, algorithm=ALGORITHM).trained_tokens == 0
+
+
+def test_on_policy_statistics_say_so(tiny_model: Path) -> None:
+    policy = trained_policy(tiny_model)
+    batch = []
+    for s, score in zip(sequences(), policy.score(rows_of(sequences())), strict=True):
+        behaviour = s.behaviour.copy()
+        behaviour[s.trained] = score
+        batch.append(TokenSequence(s.token_ids, behaviour, s.trained, s.advantage, s.group))
+    stats = policy.train_step(batch, token_budget=256, algorithm=ALGORITHM)
+    assert stats.stepped
+    assert stats.ratio_mean == pytest.approx(1, abs=1e-4)
+    assert stats.k1 == pytest.approx(0, abs=1e-4)
+    assert stats.k3 == pytest.approx(0, abs=1e-6)
+    assert stats.clip_low_fraction == stats.clip_high_fraction == 0
+    assert stats.trained_tokens == sum(int(s.trained.sum()) for s in batch)
+    assert 0 < stats.packed_fill <= 1
+    assert 0 < stats.entropy < math.log(259)
+    assert set(stats.seconds) == {"pack", "forward", "backward", "optimizer"}
+
+
+def test_a_step_raises_the_logprobs_of_what_was_rewarded(tiny_model: Path) -> None:
+    policy, pair = make(tiny_model), sequences(groups=1, size=2)
+    batch = [
+        TokenSequence(s.token_ids, s.behaviour, s.trained, advantage, "g")
+        for s, advantage in zip(pair, (1.0, -1.0), strict=True)
+    ]
+    before = policy.score(rows_of(batch))
+    step(policy, batch)
+    after = policy.score(rows_of(batch))
+    assert after[0].mean() > before[0].mean()
+    assert after[1].mean() < before[1].mean()
+
+
+def test_progress_is_told_before_and_after_the_optimizer(tiny_model: Path) -> None:
+    policy, seen = make(tiny_model), []
+    policy.train_step(
+        sequences(),
+        token_budget=256,
+        algorithm=ALGORITHM,
+        progress=lambda label: seen.append((label, policy.step)),
+    )
+    assert seen == [("after_forward_backward", 0), ("after_optimizer", 1)]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_with_the_weights_intact(tiny_model: Path) -> None:
+    policy = trained_policy(tiny_model)
+    before = policy.adapter_bytes(), policy.optimizer_bytes()
+    broken = [
+        TokenSequence(s.token_ids, s.behaviour, s.trained, advantage=math.nan, group=s.group) for s in sequences()
+    ]
+    with pytest.raises(RunFailed, match="norm is nan"):
+        policy.train_step(broken, token_budget=256, algorithm=ALGORITHM)
+    assert (policy.adapter_bytes(), policy.optimizer_bytes()) == before
+
+
+def test_the_truth_check_sees_a_base_or_a_previous_version_served_as_the_adapter(tiny_model: Path) -> None:
+    policy = trained_policy(tiny_model, optimizer=OptimizerSection(lr=1e-3))
+    previous = policy.adapter_bytes()
+    step(policy, sequences(seed=8))
+    rows = rows_of(sequences(seed=9))
+    served = [(3, "honest")] * 6 + [(3, "wrong")] * 6
+    honest = policy.score(rows)
+    for wrong in (policy.score(rows, None), policy.score(rows, previous)):
+        report = compare(honest[:6] + wrong[6:], policy.score(rows, policy.adapter_bytes()), served)
+        reason = verdict(report, ALGORITHM.truth_tolerance, policy.dtype_name)
+        assert reason is not None
+        assert "replica wrong" in reason
+        assert "replica honest" not in reason
+    assert verdict(compare(honest, policy.score(rows), served), ALGORITHM.truth_tolerance, "float32") is None
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "nowhere"], ["lm_head"], ["proj"]])
+def test_a_target_that_does_not_exist_is_refused(tiny_model: Path, targets: list[str]) -> None:
+    with pytest.raises(ModelError, match="q_proj"):
+        make(tiny_model, lora=LoraSection(targets=targets))
+
+
+def test_only_the_named_targets_get_an_adapter(tiny_model: Path) -> None:
+    policy = make(tiny_model, lora=LoraSection(targets=["q_proj", "self_attn.v_proj"]))
+    assert {name.split(".")[-3] for name in policy._weights} == {"q_proj", "v_proj"}
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make(tmp_path)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 0}
+
+
+def save(directory: Path, name: str, **config: Any) -> Path:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    built = model(getattr(transformers, f"{name}Config")(**config))
+    for parameter in built.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    built.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Mistral", "Gemma", "Phi3", "Olmo2"])
+def test_other_models_are_trained_on_packed_rows_too(name: str, tmp_path: Path) -> None:
+    policy = make(save(tmp_path, name, **SMALL))
+    ids = [np.array([1, 2, 3, *reply], dtype=np.int32) for reply in ([4, 5, 6], [7, 8], [9, 10, 11, 12])]
+    batch = [TokenSequence(i, np.zeros(len(i), np.float32), np.arange(len(i)) >= 3, 1.0, "g") for i in ids]
+    assert policy.train_step(batch, token_budget=64, algorithm=ALGORITHM).stepped
+
+
+def test_gpt2_is_trained_on_packed_rows_too(tmp_path: Path) -> None:
+    model = save(tmp_path, "GPT2", vocab_size=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    assert len(make(model)._weights) == 16
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be trained on packed rows"):
+        make(save(tmp_path, "Granite", logits_scaling=8.0, **{k: v for k, v in SMALL.items() if k != "head_dim"}))
+
+
+def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    policy = make(save(tmp_path, "Mistral", sliding_window=16, **SMALL))
+    ids = np.arange(20, dtype=np.int32)
+    with pytest.raises(ModelError, match="sliding window"):
+        policy.score([Row.of(ids, np.zeros(20), ids > 3, np.where(ids > 3, 0, -1))])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's defaults")
+def test_the_base_is_float32_on_a_cpu_and_the_adapter_float32_everywhere(tiny_model: Path) -> None:
+    assert make(tiny_model).dtype_name == "float32"
+    policy = make(tiny_model, dtype="bfloat16")
+    assert policy.dtype_name == "bfloat16"
+    assert all(parameter.dtype == torch.float32 for parameter in policy._weights.values())
+    stats = policy.train_step(sequences(), token_budget=256, algorithm=ALGORITHM)
+    assert stats.stepped
+    assert math.isfinite(stats.loss)
