@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.episode import GroupOutcome, Sampled, episode_seed, run_group
+from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
 from actors.generation import Generator
 from actors.workload import Workload, Workloads
 from broker import names
@@ -54,6 +54,9 @@ POLL_ALONE = 2.0
 POLL_AMONG = 0.1
 """How long it waits at each queue when several runs share it."""
 
+NEWS_SECONDS = 10.0
+"""How long a task may wait for the news of the version it counts on; a watch that went deaf re-reads within 2 s."""
+
 REFUSED_RETRY_SECONDS = 0.5
 """A full groups stream is tried again after this long."""
 
@@ -65,9 +68,9 @@ class Lease:
     delivery: Delivery
     task: Task
     workload: Workload
-    version: int
-    adapter: str | None
     began: float
+    version: int = 0
+    adapter: str | None = None
     work: asyncio.Task[GroupOutcome] | None = None
     stale: bool = False
     sampled: dict[int, int] = field(default_factory=dict)
@@ -106,6 +109,7 @@ class Actor:
         self._leases: dict[str, Lease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._news = asyncio.Event()
         self._busy = Share()
         self._idle_held_back = Share()
         self._outside = Share()
@@ -136,15 +140,15 @@ class Actor:
     def _on_head(self, run: str) -> None:
         """A run moved on: cancel groups whose version is too old to be trained on."""
         self._changed.set()
+        self._news.set()
         head = self._heads.heads.get(run)
         for lease in self._leases.values():
-            if lease.task.run != run or lease.stale:
+            if lease.task.run != run or lease.stale or lease.work is None:
                 continue
             gone = head is None or head.incarnation != lease.task.incarnation
             if gone or (head is not None and lease.version < head.head - head.max_staleness):
                 lease.stale = True
-                if lease.work is not None:
-                    lease.work.cancel()
+                lease.work.cancel()
 
     def _episodes_running(self) -> int:
         return sum(lease.task.group_size for lease in self._leases.values())
@@ -222,8 +226,7 @@ class Actor:
         if head is None or workload is None or head.incarnation != task.incarnation:
             await delivery.release(delay=5.0)
             return
-        adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
-        lease = Lease(delivery, task, workload, head.active, adapter, self._clock())
+        lease = Lease(delivery, task, workload, self._clock())
         self._leases[task.group] = lease
         running = asyncio.create_task(self._work(lease), name=task.group)
         self._tasks.add(running)
@@ -240,9 +243,7 @@ class Actor:
             "task queue", parent=lease.delivery.headers, start_ns=int(lease.delivery.published * 1e9), group=task.group
         ).end()
         try:
-            with tracing.span(
-                "actor", parent=lease.delivery.headers, group=task.group, version=lease.version, actor=self.id
-            ):
+            with tracing.span("actor", parent=lease.delivery.headers, group=task.group, actor=self.id):
                 answer, id = await self._answer(lease)
                 if answer is not None:
                     await self._publish(lease, answer, id)
@@ -260,6 +261,24 @@ class Actor:
             self._changed.set()
             self._note_shares(idle=True)
 
+    async def _resolve_version(self, lease: Lease) -> None:
+        """Fix the version that serves the whole group: the active one, as new at least as the task's credit counted on.
+
+        The learner activates and issues in one breath, and the task may be here before the news.
+        """
+        deadline = self._clock() + NEWS_SECONDS
+        while True:
+            head = self._heads.heads.get(lease.task.run)
+            if head is None or head.active >= lease.task.active or self._clock() > deadline:
+                break
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._news.wait()
+        if head is not None:
+            lease.version = head.active
+            lease.adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
+
     async def _keep(self, delivery: Delivery) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT)
@@ -268,6 +287,7 @@ class Actor:
     async def _answer(self, lease: Lease) -> tuple[Message | None, str]:
         """Run the group; the message that answers its task, and the id to publish it under."""
         task, spec = lease.task, lease.workload.spec
+        await self._resolve_version(lease)
         lease.work = asyncio.create_task(
             run_group(
                 task=task,
@@ -375,7 +395,7 @@ class Actor:
                 log.info("group %s was answered already (%s)", lease.task.group, receipt.outcome)
             return
 
-    def _generate_for(self, lease: Lease) -> Callable[[int, int, Ids, int], asyncio.Future[Sampled]]:
+    def _generate_for(self, lease: Lease) -> Generate:
         """The `generate` that this lease's episodes call: one version for the whole group."""
         task, sampling = lease.task, lease.workload.spec.sampling
 
@@ -406,7 +426,7 @@ class Actor:
                 seconds=reply.seconds,
             )
 
-        return generate  # type: ignore[return-value]
+        return generate
 
     # ----------------------------------------------------------------------------------------------------- readings
 

@@ -171,6 +171,7 @@ class Bus:
         """Time spent in publishes that the stream refused because it was full: backpressure."""
         self.dead_letters = 0
         self.errors: list[str] = []
+        self._closing = False
 
     @classmethod
     async def connect(cls, url: str, component: str, *, timeout: float = 15.0) -> Bus:
@@ -196,7 +197,8 @@ class Bus:
             log.warning("reconnected to %s", shown)
 
         async def on_disconnect() -> None:
-            log.warning("disconnected from %s, reconnecting", shown)
+            if not bus._closing:
+                log.warning("disconnected from %s, reconnecting", shown)
 
         try:
             async with asyncio.timeout(timeout):
@@ -224,6 +226,7 @@ class Bus:
 
     async def close(self) -> None:
         """Flush and close. `drain` is not used: it hangs with pull subscriptions."""
+        self._closing = True
         with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
             await self.client.flush(timeout=2)
         with contextlib.suppress(nats.errors.Error, OSError):

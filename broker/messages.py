@@ -115,6 +115,8 @@ class Task(Message, frozen=True, kw_only=True, tag="task"):
     """The task source's row: `prompt` and whatever the reward wants."""
     group_size: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
+    active: Count = 0
+    """The version that was active when it was issued. The credit counted on it, so no older one may serve the group."""
 
 
 class GroupReady(Message, frozen=True, kw_only=True, tag="group_ready"):

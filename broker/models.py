@@ -34,6 +34,11 @@ class ModelFiles:
     context: int
     fingerprint: str
 
+    @property
+    def public_name(self) -> str:
+        """The name to tell others: of a local directory only the last part, which says nothing of this machine."""
+        return Path(self.name).name if Path(self.name).expanduser().is_dir() else self.name
+
 
 def cache_root() -> Path:
     """Where Farflung keeps what can be made again: `FARFLUNG_CACHE`, else `~/.cache/farflung`."""

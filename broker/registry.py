@@ -80,7 +80,9 @@ class Bucket:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return int(await self._kv.update(key, value, last=revision))
+                # `create` knows that a key which was deleted is absent; a plain update from 0 does not.
+                write = self._kv.update(key, value, last=revision) if revision else self._kv.create(key, value)
+                return int(await write)
             except nats.js.errors.KeyWrongLastSequenceError:
                 pass
             except nats.js.errors.APIError as error:
@@ -95,9 +97,13 @@ class Bucket:
                 return now.revision
             if (now.revision if now else 0) != revision:
                 raise RegistryConflict(f"{self.name}/{key} was written by somebody else since revision {revision}")
+            if time.monotonic() > deadline:
+                raise ConnectionFailed(f"NATS at {self._bus.url} refuses to store {self.name}/{key}")
+            await asyncio.sleep(0.05)
 
     async def delete(self, key: str) -> None:
-        with contextlib.suppress(nats.js.errors.Error):
+        """Remove a key. Like `put`, quietly gives up while the broker is away."""
+        with contextlib.suppress(nats.errors.Error, TimeoutError):
             await self._kv.delete(key)
 
     async def keys(self) -> list[str]:

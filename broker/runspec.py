@@ -90,6 +90,11 @@ class EnvironmentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         float, Meta(gt=0, description="Seconds after which a group is closed as failed or expired.")
     ] = 1800.0
 
+    @property
+    def user_code(self) -> list[str]:
+        """The names of the user's code that runs on actors."""
+        return [*self.rewards, *([self.environment] if self.environment else [])]
+
 
 class SamplingSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """How replies are sampled. Training samples from the full distribution: there is no top_p and no top_k."""

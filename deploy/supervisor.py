@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from deploy.profile import Connection, Profile
 from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
 from deploy.snapshot import Snapshot, snapshot_of
+from learner.readings import STEP_LOG
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Up:
         self._servers: list[Server] = []
         self._children: list[Child] = []
         self._rewards: list[float] = []
-        self._said_step = -1
+        self._read_to = 0
         self._said_detail = ""
 
     async def run(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Up:
                 connection = self._start_servers(directory)
                 async with connected(connection, "up") as (bus, registry, store):
                     from learner.claim import finished
-                    from learner.service import summary_of
+                    from learner.summary import summary_of
 
                     name = self._spec.run.name
                     found = await registry.head(name)
@@ -108,7 +110,7 @@ class Up:
     # ----------------------------------------------------------------------------------------------------- starting
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False)
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _start_servers(self, directory: Path) -> Connection:
         servers = directory / "servers"
@@ -179,6 +181,9 @@ class Up:
     async def _run_components(self, registry: Registry, directory: Path) -> None:
         """Until the learner has ended. Raises what its failure means."""
         (directory / "logs").mkdir(exist_ok=True)
+        if self._options.restart:
+            (directory / STEP_LOG).unlink(missing_ok=True)
+        self._new_steps()
         learner = self._spawn(directory)
         heads, roster = Heads(registry), Roster(registry)
         try:
@@ -230,28 +235,32 @@ class Up:
         with Live(view.live(None, [], starting), console=self._console, refresh_per_second=4) as live:
 
             def show(snapshot: Snapshot | None) -> None:
-                self._note_reward(snapshot)
+                self._new_steps()
                 live.update(view.live(snapshot, self._rewards, starting))
 
             yield show
 
-    def _note_reward(self, snapshot: Snapshot | None) -> bool:
-        """Remember each step's reward once; tells whether this is a new step."""
-        if snapshot is None or snapshot.learner is None:
-            return False
-        step = int(snapshot.gauge("step"))
-        if step <= max(self._said_step, 0) or "reward" not in snapshot.learner.gauges:
-            return False
-        self._said_step = step
-        self._rewards.append(snapshot.gauge("reward"))
-        return True
+    def _new_steps(self) -> list[dict[str, Any]]:
+        """The steps that the learner has logged since the last call."""
+        path = self._options.directory / STEP_LOG
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            if path.stat().st_size < self._read_to:
+                self._read_to = 0  # begun anew
+            file.seek(self._read_to)
+            lines = file.readlines()
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # still being written
+        self._read_to += sum(map(len, lines))
+        steps = [json.loads(line) for line in lines]
+        self._rewards += [step["reward"] for step in steps]
+        return steps
 
     def _show_lines(self, snapshot: Snapshot | None) -> None:
-        if snapshot is None:
-            return
-        if self._note_reward(snapshot):
-            self._say(view.step_line(snapshot))
-        detail = snapshot.learner.detail if snapshot.learner else ""
+        for step in self._new_steps():
+            self._say(view.step_line(step, snapshot))
+        detail = snapshot.learner.detail if snapshot is not None and snapshot.learner else ""
         if detail and detail != self._said_detail:
             self._said_detail = detail
             self._say(f"note: {detail}")

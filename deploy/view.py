@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -36,28 +37,32 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
-def step_line(snapshot: Snapshot) -> str:
-    """One plain line for a step that was made."""
-    return (
-        f"step {snapshot.head.step}/{snapshot.gauge('steps'):.0f}"
-        f"  reward {snapshot.gauge('reward'):.3f}"
-        f"  head {snapshot.head.head} active {snapshot.head.active}"
-        f"  staleness {snapshot.gauge('staleness'):.2f}"
-        f"  occupancy {snapshot.gauge('occupancy'):.0%}"
-        f"  rollout wait {snapshot.gauge('rollout_wait'):.0%}"
-        f"  backpressure {snapshot.backpressure:.0%}"
-        f"  {snapshot.tokens_per_second:.0f} tok/s"
-        f"  left {time_left(snapshot)}"
+def step_line(step: Mapping[str, Any], snapshot: Snapshot | None) -> str:
+    """One plain line for a step that was made. `step`: the learner's record of it."""
+    line = (
+        f"step {step['step']}  reward {step['reward']:.3f}  head {step['head']} active {step['active']}"
+        f"  staleness {step['staleness']:.2f}  wait {step['seconds_wait']:.1f} s  train {step['seconds_train']:.1f} s"
+        f"  commit {step['seconds_commit']:.2f} s"
+    )
+    if snapshot is None:
+        return line
+    return line + (
+        f"  occupancy {snapshot.gauge('occupancy'):.0%}  rollout wait {snapshot.gauge('rollout_wait'):.0%}"
+        f"  backpressure {snapshot.backpressure:.0%}  {snapshot.tokens_per_second:.0f} tok/s"
+        f"  left {_left(step['seconds_left'], snapshot)}"
     )
 
 
 def time_left(snapshot: Snapshot) -> str:
     """An honest estimate: what the remaining steps take at the recent pace; a target may end the run sooner."""
-    left = snapshot.gauge("seconds_left")
-    if snapshot.gauge("step") < 1 or left <= 0:
-        return "unknown yet"
+    return _left(snapshot.gauge("seconds_left"), snapshot)
+
+
+def _left(seconds: float, snapshot: Snapshot) -> str:
+    if seconds <= 0:
+        return "unknown yet" if snapshot.gauge("step") < 1 else "nothing"
     target = snapshot.head.spec.get("run", {}).get("target_reward")
-    return f"{'at most ' if target is not None else ''}{duration(left)}"
+    return f"{'at most ' if target is not None else ''}{duration(seconds)}"
 
 
 def live(snapshot: Snapshot | None, rewards: Sequence[float], starting: str) -> RenderableType:

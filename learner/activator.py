@@ -18,6 +18,9 @@ from observability import tracing
 
 log = logging.getLogger(__name__)
 
+TROUBLE_SECONDS = 3.0
+"""An activation that takes longer than this is worth telling a person about."""
+
 LOOK_SECONDS = 0.5
 """Replicas are looked at whenever one says something, and this often at least."""
 
@@ -94,6 +97,9 @@ class Activator:
                 return state
             reasons = "; ".join(f"{replica}: {reason}" for replica, reason in sorted(activation.expelled.items()))
             present = len(self._views())
+            if self._clock() - activation.announced < TROUBLE_SECONDS and not reasons:
+                await self._look()
+                continue
             self.trouble = (
                 f"version {version} waits for {self._min_replicas} replica(s) to serve it, {present} present"
                 + (f" ({reasons})" if reasons else "")

@@ -46,18 +46,18 @@ class Feeder:
     def id_of(self, index: int) -> str:
         return names.group_id(self._run, self._incarnation, index)
 
-    async def issue_next(self) -> None:
-        """Open the next group and publish its task."""
+    async def issue_next(self, active: int) -> None:
+        """Open the next group and publish its task; `active` is the version that its credit counted on."""
         group = self.id_of(self._ledger.cursor)
         index = self._ledger.issue(group)
-        await self._publish(group, index, "")
+        await self._publish(group, index, "", active)
 
-    async def issue_again(self, group: str, index: int) -> None:
+    async def issue_again(self, group: str, index: int, active: int) -> None:
         """Publish the task of an open group that the broker does not hold any more."""
         self._again += 1
-        await self._publish(group, index, f".again{self._again}")
+        await self._publish(group, index, f".again{self._again}", active)
 
-    async def adopt(self, held: set[str]) -> int:
+    async def adopt(self, held: set[str], active: int) -> int:
         """At start: catch up with what the broker holds; returns how many tasks had to be issued again.
 
         Tasks issued after the last commit are ahead of its cursor: they are opened anew, not lost. Open groups that
@@ -69,10 +69,10 @@ class Feeder:
             self._ledger.issue(self.id_of(self._ledger.cursor))
         missing = [(group, index) for group, index in self._ledger.open_ids().items() if group not in held]
         for group, index in missing:
-            await self.issue_again(group, index)
+            await self.issue_again(group, index, active)
         return len(missing)
 
-    async def _publish(self, group: str, index: int, suffix: str) -> None:
+    async def _publish(self, group: str, index: int, suffix: str, active: int) -> None:
         row = self._source.row(order(index, self._source.length, self._spec.run.seed, self._spec.tasks.shuffle))
         task = Task(
             run=self._run,
@@ -82,6 +82,7 @@ class Feeder:
             columns=row,
             group_size=self._spec.algorithm.group_size,
             seed=task_seed(self._spec.run.seed, index),
+            active=active,
         )
         span = tracing.root("group", run=self._run, group=group, index=index)
         self.spans[group] = span

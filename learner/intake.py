@@ -132,7 +132,7 @@ class Intake:
         except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:
             await self._bus.dead_letter(delivery.subject, delivery.data, f"its blob cannot be used: {error}")
             await delivery.ack()
-            await self._feeder.issue_again(ready.group, ready.index)
+            await self._feeder.issue_again(ready.group, ready.index, self._session.head.active)
             return
         finally:
             self._fetching.discard(ready.group)

@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from broker import names
 from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
-from broker.errors import ConfigError, Fenced, PolicyMismatch, RegistryConflict, RunConflict, RunFailed
-from broker.messages import AdapterRef, BlobRef, Node, Task, decode
+from broker.errors import Fenced, RegistryConflict, RunFailed
+from broker.messages import AdapterRef, BlobRef, Node
 from broker.models import ModelFiles
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
 from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
+from learner.admission import check_slots
 from learner.batch import BatchFigures, figures_of, outcomes_of, sequences_of
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint
@@ -39,11 +38,14 @@ from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
 from learner.feeder import Feeder
 from learner.intake import Intake
+from learner.janitor import Janitor
 from learner.ledger import Ledger
+from learner.readings import StepLog, step_figures
 from learner.session import Session
-from learner.sweep import groups_prefix, removable_groups
+from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tasks import check_lengths, load_tasks
-from learner.truth import TruthReport, choose, compare, verdict
+from learner.truth import TruthReport
+from learner.verification import Verifier
 from observability import metrics, tracing
 from observability.shares import Share
 
@@ -56,36 +58,6 @@ T = TypeVar("T")
 
 CHECKED_TASKS = 64
 """Tasks whose prompts are measured at start, so that a run that cannot work is refused at once."""
-
-SWEEP_SECONDS = 600.0
-
-OVERDUE_FACTOR = 2.0
-"""A leased group is expired after this many `group_timeout`s: its actor had one, and a redelivery has another."""
-
-TARGET_STEPS = 5
-"""`target_reward` is compared with the mean reward of this many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a run ended, or what it had come to when its learner left."""
-
-    run: str
-    steps: int
-    reward_first5: float
-    reward_last5: float
-    groups: dict[str, int]
-    head: int
-    adapter_key: str
-    adapter_name: str
-    seconds: float
-    done: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """One flat JSON object, as `farflung up --json` prints it."""
-        plain = asdict(self)
-        del plain["groups"]
-        return plain | {f"groups_{name}": number for name, number in self.groups.items()}
 
 
 class Learner:
@@ -114,7 +86,7 @@ class Learner:
         self._model = model
         self.id = id
         self._roots = roots
-        self._directory = directory
+        self._steps = StepLog(directory)
         self._threads = threads
         self._restart = restart
         self._take_over = take_over
@@ -128,7 +100,7 @@ class Learner:
         self._groups_changed = asyncio.Event()
         self._waiting_share = Share(memory=60.0)
         self._rewards: list[float] = []
-        self._weights: dict[int, bytes] = {}
+        self._verifier = Verifier(store, algorithm)
         self._step_seconds: list[float] = []
         self._paused = False
         self._stopping = False
@@ -136,12 +108,12 @@ class Learner:
         self._earlier_seconds = 0.0
         self._last: dict[str, float] = {}
         self._detail = "starting"
-        self._leased_since: dict[str, float] = {}
         self._session: Session
         self._policy: Policy
         self._feeder: Feeder
         self._intake: Intake
         self._activator: Activator
+        self._janitor: Janitor
         self._roster: Roster
         self._heads: Heads
 
@@ -160,7 +132,7 @@ class Learner:
             await self._heads.ready.wait()
             found = await self._registry.head(self.spec.run.name)
             if found is not None and not self._restart and finished(found[0], self.spec):
-                return await self._summary_of_finished(found[0].run)
+                return await summary_of(self._registry, self._store, found[0].run)
             await self._prepare(await self._claim())
             try:
                 return await self._train_to_the_end()
@@ -193,9 +165,8 @@ class Learner:
                 prompt_column=self.spec.tasks.prompt_column,
                 system_prompt=environment.system_prompt,
             )
-        user_code = [*environment.rewards, *([environment.environment] if environment.environment else [])]
-        code = {name: source_hash(name, self._roots) for name in user_code}
-        self._check_slots()
+        code = {name: source_hash(name, self._roots) for name in environment.user_code}
+        check_slots(self.spec, self._heads.heads.values(), self._roster.present("replica", self.spec.fleet_name))
         return await claim(
             self._registry,
             self.spec,
@@ -207,23 +178,6 @@ class Learner:
             take_over=self._take_over,
         )
 
-    def _check_slots(self) -> None:
-        """Refuse a fleet whose replicas cannot hold this run's adapters beside those of the runs already there."""
-        needs = {self.spec.run.name: self.spec.adapter_slots}
-        for head in self._heads.heads.values():
-            if head.fleet == self.spec.fleet_name and head.run != self.spec.run.name and head.state == "running":
-                evaluation = int(head.spec.get("fleet", {}).get("eval_slots", 0))
-                needs[head.run] = head.max_staleness + 2 + evaluation
-        total = sum(needs.values())
-        for node in self._roster.present("replica", self.spec.fleet_name):
-            if node.slots < total:
-                parts = " + ".join(f"{number} ({run})" for run, number in needs.items())
-                raise ConfigError(
-                    f"fleet {self.spec.fleet_name}: replica {node.id} holds {node.slots} adapters, but {parts} = "
-                    f"{total} are needed (max_staleness + 2 + eval_slots per run). Start replicas with "
-                    f"--adapter-slots {total}, or lower algorithm.max_staleness"
-                )
-
     async def _prepare(self, claimed: Claim) -> None:
         """Streams, state, policy, and the tasks and groups that the broker still holds."""
         self._session = Session(self._registry, self._store, claimed)
@@ -234,6 +188,7 @@ class Learner:
             await self._bus.ensure_stream(dead_config())
             if claimed.created:
                 await self._forget_predecessor(run)
+                self._steps.begin()
             await self._bus.ensure_stream(tasks_config(run))
             await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
             consumer = names.learner_consumer(run, head.epoch)
@@ -265,6 +220,15 @@ class Learner:
             min_replicas=self.spec.fleet.min_replicas,
             on_active=self._credit_changed.set,
         )
+        self._janitor = Janitor(
+            self._bus,
+            self._store,
+            self._session,
+            self._ledger,
+            self.spec,
+            on_expired=self._on_expired,
+            clock=self._clock,
+        )
         self._began = self._clock()
         self._credit_changed.set()
         log.info(
@@ -291,7 +255,7 @@ class Learner:
 
         return Policy(
             self._model.directory,
-            model_name=self._model.name if "/" not in self._model.name.strip("/") else self._public_model_name(),
+            model_name=self._model.public_name,
             lora=self.spec.lora,
             optimizer=self.spec.optimizer,
             temperature=self.spec.sampling.temperature,
@@ -299,11 +263,6 @@ class Learner:
             seed=self.spec.run.seed,
             threads=self._threads,
         )
-
-    def _public_model_name(self) -> str:
-        """A hub name as it is; of a local directory only the last part, which tells no one about this machine."""
-        name = self._model.name
-        return name if not Path(name).expanduser().is_dir() else Path(name).name
 
     async def _restore(self) -> None:
         """Go on from the newest intact commit."""
@@ -318,14 +277,12 @@ class Learner:
         self._ledger = Ledger.from_state(checkpoint.ledger)
         self._rewards = list(checkpoint.rewards)
         self._earlier_seconds = checkpoint.seconds
-        for ref in self._session.head.live:
-            self._weights[ref.version] = await self._store.get(_blob(ref))
 
     async def _adopt(self, run: str) -> None:
         """Bring ledger and broker together: what the broker holds is open, and what is open the broker holds."""
         held = await self._bus.subjects_held(names.tasks_stream(run))
         held |= await self._bus.subjects_held(names.groups_stream(run))
-        again = await self._feeder.adopt({subject.rsplit(".", 1)[-1] for subject in held})
+        again = await self._feeder.adopt({subject.rsplit(".", 1)[-1] for subject in held}, self._session.head.active)
         if again:
             log.warning("run %s: %d open groups were nowhere on the broker and are issued again", run, again)
 
@@ -337,8 +294,7 @@ class Learner:
                 ("receive", self._intake.run()),
                 ("activate", self._activator.run()),
                 ("announce", self._announce()),
-                ("watch over", self._watch_over()),
-                ("sweep", self._sweep()),
+                ("look after", self._janitor.run()),
             )
         ]
         training = asyncio.create_task(self._train(), name="train")
@@ -376,7 +332,7 @@ class Learner:
                     await self._credit_changed.wait()
             self._credit_changed.clear()
             while not self._paused and self._credit() > 0:
-                await self._feeder.issue_next()
+                await self._feeder.issue_next(self._session.head.active)
 
     def _credit(self) -> int:
         """Groups that may be issued now: by the window, and by what the remaining steps can use."""
@@ -450,8 +406,9 @@ class Learner:
         links = [held.headers for held in batch]
         with tracing.span("step", parent={}, links=links, run=head.run, step=head.step + 1) as span:
             figures = figures_of(batch, head.head)
-            weights = await self._weights_for(batch)
-            report = await self._in_thread(lambda: self._check_truth(batch, weights))
+            weights = await self._verifier.weights_for(batch, self._session.adapters)
+            name = f"run {head.run}, step {head.step + 1}"
+            report = await self._in_thread(lambda: self._verifier.check(self._policy, batch, weights, name))
             with tracing.span("train", run=head.run, step=head.step + 1):
                 stats = await self._in_thread(lambda: self._optimize(batch))
             trained = self._clock()
@@ -469,46 +426,6 @@ class Learner:
         algorithm = self.spec.algorithm
         sequences = sequences_of(batch, algorithm.advantage)
         return self._policy.train_step(sequences, token_budget=self.spec.optimizer.token_budget, algorithm=algorithm)
-
-    async def _weights_for(self, batch: Sequence[Held]) -> dict[int, bytes | None]:
-        """The adapter of every version that sampled anything in the batch; None for the base model."""
-        versions = {
-            int(version)
-            for held in batch
-            for episode in held.group.episodes
-            for row in episode.rows
-            for version in set(row.served_by[row.trained].tolist())
-        }
-        found: dict[int, bytes | None] = {}
-        for version in versions:
-            if version > 0 and version not in self._weights:
-                ref = self._session.adapters.get(version)
-                if ref is None:
-                    raise PolicyMismatch(
-                        f"tokens were sampled under version {version}, which this run never published or has retired"
-                    )
-                self._weights[version] = await self._store.get(_blob(ref))
-            found[version] = self._weights.get(version)
-        return found
-
-    def _check_truth(self, batch: Sequence[Held], weights: Mapping[int, bytes | None]) -> TruthReport:
-        """Score a sample under its recorded versions. Raises PolicyMismatch before any gradient is applied."""
-        episodes = [episode for held in batch for episode in held.group.episodes]
-        spans = choose(episodes, self.spec.algorithm.truth_samples)
-        recorded, recomputed, pairs = [], [], []
-        for version in sorted({span.version for span in spans}):
-            ours = [span for span in spans if span.version == version]
-            rows = [episodes[span.episode].rows[span.row] for span in ours]
-            scores = self._policy.score(rows, weights[version])
-            for span, row, score in zip(ours, rows, scores, strict=True):
-                recorded.append(row.behaviour[row.trained][span.tokens])
-                recomputed.append(score[span.tokens])
-                pairs.append((version, span.replica))
-        report = compare(recorded, recomputed, pairs)
-        problem = verdict(report, self.spec.algorithm.truth_tolerance, self._policy.dtype_name)
-        if problem is not None:
-            raise PolicyMismatch(f"run {self.spec.run.name}, step {self._session.head.step + 1}: {problem}")
-        return report
 
     async def _commit(self, batch: Sequence[Held], figures: BatchFigures, stats: StepStats) -> bool:
         """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
@@ -548,9 +465,7 @@ class Learner:
             )
         self._rewards = rewards
         if adapter is not None:
-            self._weights[version] = weights
-            for old in [number for number in self._weights if number not in self._session.adapters]:
-                del self._weights[old]
+            self._verifier.remember(version, weights, self._session.adapters)
         for group, outcome in outcomes:
             self._ledger.close(group, outcome)
             metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
@@ -569,66 +484,13 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------------- looking after
 
-    async def _watch_over(self) -> None:
-        """Close what is overdue, and notice that another epoch has begun."""
-        while True:
-            await asyncio.sleep(5.0)
-            if (why := await self._session.fenced()) is not None:
-                raise Fenced(f"{why}. Nothing that this learner had not committed counts")
-            await self._expire_overdue()
-
-    async def _expire_overdue(self) -> None:
-        """A group that was leased long ago and of which nothing was heard is closed as expired."""
-        run = self.spec.run.name
-        info = await self._bus.jetstream.consumer_info(names.tasks_stream(run), names.ACTORS_CONSUMER)
-        held = await self._bus.subjects_held(names.tasks_stream(run))
-        answered = await self._bus.subjects_held(names.groups_stream(run))
-        waiting = int(info.num_pending or 0)
-        open_ids = list(self._ledger.open_ids())
-        unanswered = [
-            group
-            for group in open_ids
-            if names.task_subject(run, group) in held and names.group_subject(run, group) not in answered
-        ]
-        leased = unanswered[: max(0, len(unanswered) - waiting)]
-        now = self._clock()
-        self._leased_since = {group: self._leased_since.get(group, now) for group in leased}
-        limit = OVERDUE_FACTOR * self.spec.environment.group_timeout
-        for group, since in list(self._leased_since.items()):
-            if now - since > limit:
-                await self._expire(group, f"nothing was heard of it for {limit:.0f} s since it was leased")
-
-    async def _expire(self, group: str, why: str) -> None:
-        run = self.spec.run.name
-        log.warning("group %s is closed as expired: %s", group, why)
-        self._leased_since.pop(group, None)
-        self._intake.close(group, "expired", [])
-        self._credit_changed.set()
-        subject = names.task_subject(run, group)
-        message = await self._bus.jetstream.get_last_msg(names.tasks_stream(run), subject)
-        await self._bus.jetstream.purge_stream(names.tasks_stream(run), subject=subject)
-        if message.data:
-            index = decode(message.data, Task).index
-            await self._bus.dead_letter(subject, message.data, f"task {index} {why}")
-
-    async def _sweep(self) -> None:
-        """Remove what retention says may go."""
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            head = self._session.head
-            objects = await self._store.list(groups_prefix(head.run, head.incarnation))
-            newest = max((written for _, written in objects), default=0.0)
-            for key in removable_groups(
-                objects,
-                open_groups=self._ledger.open_ids().keys(),
-                now=newest,
-                keep_hours=self.spec.storage.keep_groups_hours,
-            ):
-                await self._store.remove(key)
-
     def _on_node(self) -> None:
         if hasattr(self, "_activator"):
             self._activator.wake.set()
+
+    def _on_expired(self, group: str) -> None:
+        self._intake.close(group, "expired", [])
+        self._credit_changed.set()
 
     def _on_group(self) -> None:
         self._groups_changed.set()
@@ -666,36 +528,12 @@ class Learner:
             metrics.record("farflung.step.seconds", value, run=head.run, part=part)
         for held in batch:
             metrics.record("farflung.group.age", head.head - held.version, run=head.run)
-        self._last = {
-            "reward": figures.reward,
-            "reward_std": figures.reward_std,
-            "staleness": figures.staleness_mean,
-            "staleness_max": float(figures.staleness_max),
-            "length": figures.length_mean,
-            "truncated": figures.truncated,
-            "signal_groups": float(figures.signal_groups),
-            "loss": stats.loss,
-            "grad_norm": stats.grad_norm,
-            "ratio": stats.ratio_mean,
-            "clip_low": stats.clip_low_fraction,
-            "clip_high": stats.clip_high_fraction,
-            "k1": stats.k1,
-            "k3": stats.k3,
-            "entropy": stats.entropy,
-            "lr": stats.lr,
-            "packed_fill": stats.packed_fill,
-            "truth_mean": report.overall.mean,
-            "truth_p99": report.overall.percentile99,
-            "sampled_tokens": float(figures.sampled_tokens),
-            "trained_tokens": float(stats.trained_tokens),
-            "computed_tokens": float(stats.computed_tokens),
-            "tokens_per_second": stats.computed_tokens / max(seconds["train"], 1e-9),
-            **{f"seconds_{part}": value for part, value in seconds.items()},
-        }
+        self._last = step_figures(figures, stats, report, seconds)
         record = {
             "step": head.step,
             "head": head.head,
             "active": head.active,
+            "seconds_left": self._seconds_left(),
             **self._last,
             **self._ledger.counts(),
             "time": time.time(),
@@ -706,9 +544,12 @@ class Learner:
             head.step, figures.reward, figures.staleness_mean, stats.loss, stats.ratio_mean, stats.k3,
             seconds["wait"], seconds["train"], seconds["commit"],
         )  # fmt: skip
-        if self._directory is not None:
-            with (self._directory / "steps.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        self._steps.append(record)
+
+    def _seconds_left(self) -> float:
+        """What the remaining steps take at the pace of the last ten."""
+        pace = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
+        return pace * (self.spec.run.steps - self._session.head.step)
 
     def _gauges(self) -> dict[str, float]:
         head = self._session.head
@@ -741,12 +582,10 @@ class Learner:
 
     def _node(self) -> Node:
         gauges: dict[str, float] = {"steps": float(self.spec.run.steps)}
-        detail, state = self._detail, "joining"
+        detail, ready = self._detail, False
         if hasattr(self, "_activator"):
             head = self._session.head
-            steps_left = self.spec.run.steps - head.step
-            per_step = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
-            detail, state = self._trouble(), "ready"
+            detail, ready = self._trouble(), True
             gauges |= {
                 "step": float(head.step),
                 "head": float(head.head),
@@ -758,7 +597,7 @@ class Learner:
                 "rollout_wait": self._waiting_share.read(self._clock()),
                 "window": float(self._rule.window),
                 "seconds": self._seconds(),
-                "seconds_left": per_step * steps_left,
+                "seconds_left": self._seconds_left(),
                 "activation_seconds": self._activator.seconds,
                 **self._last,
                 **{name: float(number) for name, number in self._ledger.counts().items()},
@@ -769,7 +608,7 @@ class Learner:
             fleet=self.spec.fleet_name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state=state,  # type: ignore[arg-type]
+            state="ready" if ready else "joining",
             detail=detail,
             run=self.spec.run.name,
             gauges=gauges,
@@ -781,53 +620,7 @@ class Learner:
             await asyncio.sleep(1.0)
 
     def _summary(self) -> Finished:
-        head = self._session.head
-        return Finished(
-            run=head.run,
-            steps=head.step,
-            reward_first5=_mean(self._rewards[:TARGET_STEPS]),
-            reward_last5=_mean(self._rewards[-TARGET_STEPS:]),
-            groups=self._ledger.counts(),
-            head=head.head,
-            adapter_key=head.adapter.key if head.adapter else "",
-            adapter_name=head.adapter.name if head.adapter else "",
-            seconds=self._seconds(),
-            done=self._done(),
-        )
-
-    async def _summary_of_finished(self, run: str) -> Finished:
-        return await summary_of(self._registry, self._store, run)
-
-
-async def summary_of(registry: Registry, store: Store, run: str) -> Finished:
-    """How a run stands by its last commit. Raises RunConflict when there is no such run."""
-    found = await registry.head(run)
-    if found is None:
-        raise RunConflict(f"there is no run {run}; `farflung runs list` shows those there are")
-    head = found[0]
-    rewards: list[float] = []
-    counts = Ledger().counts()
-    seconds = 0.0
-    if head.checkpoint is not None:
-        checkpoint = decode(await store.get(head.checkpoint), Checkpoint)
-        rewards, seconds = checkpoint.rewards, checkpoint.seconds
-        counts = Ledger.from_state(checkpoint.ledger).counts()
-    return Finished(
-        run=run,
-        steps=head.step,
-        reward_first5=_mean(rewards[:TARGET_STEPS]),
-        reward_last5=_mean(rewards[-TARGET_STEPS:]),
-        groups=counts,
-        head=head.head,
-        adapter_key=head.adapter.key if head.adapter else "",
-        adapter_name=head.adapter.name if head.adapter else "",
-        seconds=seconds,
-        done=head.state == "finished",
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+        return summarize(self._session.head, self._rewards, self._ledger.counts(), self._seconds(), done=self._done())
 
 
 def _blob(ref: AdapterRef) -> BlobRef:

@@ -72,8 +72,15 @@ class Band:
             self.cache[:, :, row.index, : last.length] = self.cache[:, :, last.index, : last.length]
             self.rows[row.index] = last
             last.index = row.index
-        if not self.rows:
-            self.cache = self._allocate(0)
+
+    @property
+    def size(self) -> int:
+        """Tokens that the buffer has room for."""
+        return int(self.cache.shape[2]) * self.capacity
+
+    def free(self) -> None:
+        """Give the buffer back; the band must be empty."""
+        self.cache = self._allocate(0)
 
     def tokens(self, row: Row) -> Tensor:
         """A view of what `row` holds: [2, layers, length, kv_heads, head_dim]."""
@@ -94,7 +101,10 @@ class Band:
 
 
 class Rows:
-    """All rows of the running batch. `limit` is the longest row there can be, in tokens."""
+    """All rows of the running batch, of at most `limit` tokens together.
+
+    Bands that have emptied keep their buffers for the rows to come, unless all buffers together exceed `limit`.
+    """
 
     def __init__(self, shape: CacheShape, limit: int) -> None:
         self._shape = shape
@@ -129,6 +139,10 @@ class Rows:
         """Free `rows`, the last ones of each band first, so that as few others as possible move."""
         for row in sorted(rows, key=lambda row: row.index, reverse=True):
             row.band.remove(row)
+        if sum(band.size for band in self._bands.values()) > self._limit:
+            for band in self._bands.values():
+                if not band.rows:
+                    band.free()
 
     def _band(self, tokens: int) -> Band:
         capacity = SMALLEST_BAND

@@ -128,6 +128,15 @@ async def test_compare_and_set_lets_one_writer_win(registry: Registry) -> None:
     assert found[0].epoch == 2
 
 
+async def test_a_key_that_was_deleted_can_be_created_again(registry: Registry) -> None:
+    await registry.set_head(head("again"), 0)
+    await registry.forget("again")
+    assert await registry.head("again") is None
+    assert await registry.set_head(head("again"), 0) > 0
+    with pytest.raises(RegistryConflict):
+        await registry.set_head(head("again", epoch=9), 0)
+
+
 async def test_watches_follow_changes_and_deletions(registry: Registry) -> None:
     heads = Heads(registry)
     roster = Roster(registry)

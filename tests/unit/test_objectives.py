@@ -24,7 +24,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_ppo_clip_equals_the_formula_and_its_gradient() -> None:
     logprobs, behaviour, advantages, weights = inputs()
     loss, sums = ppo_clip(logprobs, behaviour, advantages, weights, clip_low=0.2, clip_high=0.28, step_tokens=10)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
     clipped = np.clip(RATIOS, 0.8, 1.28)
     surrogate = np.minimum(RATIOS * ADVANTAGES, clipped * ADVANTAGES)
@@ -59,7 +59,7 @@ def test_an_absurd_ratio_stays_finite() -> None:
     behaviour = torch.tensor([-900.0, -0.1])
     ones = torch.ones(2)
     loss, sums = ppo_clip(logprobs, behaviour, -ones, ones, clip_low=0.2, clip_high=0.28, step_tokens=2)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert torch.isfinite(loss)
     assert torch.isfinite(sums.k3)
     assert logprobs.grad is not None

@@ -84,7 +84,8 @@ def plain_model(model: Path, adapter: bytes, directory: Path) -> PeftModel:
 def plain_logprobs(model: Any, ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> torch.Tensor:
     tokens = torch.from_numpy(ids.astype(np.int64))
     logprobs = (model(input_ids=tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-    return logprobs[:-1].gather(1, tokens[1:, None])[:, 0][torch.from_numpy(trained[1:])]
+    chosen: torch.Tensor = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+    return chosen[torch.from_numpy(trained[1:])]
 
 
 def rows_of(batch: list[TokenSequence]) -> list[Row]:
@@ -154,7 +155,7 @@ def test_scoring_leaves_the_weights_and_the_training_as_they_were(tiny_model: Pa
     scored, undisturbed = trained_policy(tiny_model), trained_policy(tiny_model)
     before = scored.adapter_bytes()
     for adapter in (None, make(tiny_model).adapter_bytes(), "current"):
-        scored.score(rows_of(sequences()), adapter)  # type: ignore[arg-type]
+        scored.score(rows_of(sequences()), adapter)
         assert scored.adapter_bytes() == before
     with pytest.raises(AdapterError):
         scored.score(rows_of(sequences()), b"nonsense")

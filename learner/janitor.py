@@ -1,0 +1,137 @@
+"""The janitor: expires what nothing was heard of, removes what retention says may go, and notices a newer epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+
+import nats.errors
+import nats.js.errors
+
+from broker import names
+from broker.bus import Bus
+from broker.errors import Fenced, StoreError
+from broker.runspec import RunSpec
+from broker.store import Store
+from learner.ledger import Ledger
+from learner.session import Session
+from learner.sweep import groups_prefix, removable_groups, removable_versions
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+
+SWEEP_SECONDS = 600.0
+
+OVERDUE_FACTOR = 2.0
+"""A leased group is expired after this many `group_timeout`s: its actor had one, and a redelivery has another."""
+
+
+class Leases:
+    """Since when each open group is out at an actor, as seen from here. Pure: time comes in."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._since: dict[str, float] = {}
+
+    def observe(self, leased: Collection[str], now: float) -> list[str]:
+        """Take in which groups are leased now; returns those that have been for longer than the limit, once."""
+        self._since = {group: self._since.get(group, now) for group in leased}
+        overdue = [group for group, since in self._since.items() if now - since > self._limit]
+        for group in overdue:
+            del self._since[group]
+        return overdue
+
+
+class Janitor:
+    """Looks after one epoch of one run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: Store,
+        session: Session,
+        ledger: Ledger,
+        spec: RunSpec,
+        *,
+        on_expired: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._store = store
+        self._session = session
+        self._ledger = ledger
+        self._spec = spec
+        self._expired = on_expired
+        self._clock = clock
+        self._leases = Leases(OVERDUE_FACTOR * spec.environment.group_timeout)
+        self._swept = clock()
+
+    async def run(self) -> None:
+        """Look after the run until cancelled. Raises Fenced when another epoch has begun."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if (why := await self._session.fenced()) is not None:
+                raise Fenced(f"{why}. Nothing that this learner had not committed counts")
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                await self._expire_overdue()
+            if self._clock() - self._swept > SWEEP_SECONDS:
+                self._swept = self._clock()
+                await self._sweep()
+
+    async def _expire_overdue(self) -> None:
+        """Close groups that were leased long ago and of which nothing was heard, and dead-letter their tasks."""
+        run = self._session.run
+        stream = names.tasks_stream(run)
+        try:
+            info = await self._bus.jetstream.consumer_info(stream, names.ACTORS_CONSUMER)
+        except nats.js.errors.NotFoundError:
+            return  # no actor has come yet
+        held = await self._bus.subjects_held(stream)
+        answered = await self._bus.subjects_held(names.groups_stream(run))
+        unanswered = [
+            group
+            for group in self._ledger.open_ids()
+            if names.task_subject(run, group) in held and names.group_subject(run, group) not in answered
+        ]
+        # Tasks are delivered in the order they were issued: the last `num_pending` of them still wait.
+        leased = unanswered[: max(0, len(unanswered) - int(info.num_pending or 0))]
+        for group in self._leases.observe(leased, self._clock()):
+            await self._expire(group, stream)
+
+    async def _expire(self, group: str, stream: str) -> None:
+        subject = names.task_subject(self._session.run, group)
+        reason = "nothing was heard of it since it was leased, for twice group_timeout"
+        log.warning("group %s is closed as expired: %s", group, reason)
+        message = await self._bus.jetstream.get_last_msg(stream, subject)
+        self._expired(group)
+        await self._bus.jetstream.purge_stream(stream, subject=subject)
+        await self._bus.dead_letter(subject, message.data or b"", reason)
+
+    async def _sweep(self) -> None:
+        """Remove objects by the retention the user set. A store that is away is swept another time."""
+        head, storage = self._session.head, self._spec.storage
+        prefix = names.run_prefix(head.run, head.incarnation)
+        try:
+            groups = await self._store.list(groups_prefix(head.run, head.incarnation))
+            versions = await self._store.list(f"{prefix}/adapters/")
+            checkpoints = await self._store.list(f"{prefix}/checkpoints/")
+            now = max((written for _, written in [*groups, *versions, *checkpoints]), default=0.0)
+            kept = {ref.key for ref in head.live} | {ref.key for ref in (head.adapter, head.checkpoint) if ref}
+            doomed = removable_groups(
+                groups, open_groups=self._ledger.open_ids().keys(), now=now, keep_hours=storage.keep_groups_hours
+            )
+            for objects, newest in ((versions, head.head), (checkpoints, head.step)):
+                doomed += removable_versions(
+                    objects, newest=newest, referenced=kept, keep=storage.keep_versions, now=now
+                )
+            for key in doomed:
+                await self._store.remove(key)
+        except StoreError as error:
+            log.warning("not swept: %s", error)
+            return
+        if doomed:
+            log.info("%d objects removed by retention", len(doomed))
