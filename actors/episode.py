@@ -27,6 +27,7 @@ from broker.errors import GenerationError, ModelError, PromptTooLong, TaskSource
 from broker.messages import FailureKind, Ids, Task
 from broker.runspec import RunSpec
 from broker.trajectories import Episode
+from observability import metrics, tracing
 
 ATTEMPTS = 2
 """How often an episode is tried when what failed may be flaky: the fault that a fresh start cures shows once."""
@@ -155,9 +156,14 @@ async def run_episode(
     Raises EpisodeError, and asyncio.CancelledError when a generation was cancelled.
     """
     attempt = _Attempt(task, index, tokenizer, spec, generate, context, clock)
+    began = clock()
     try:
-        async with asyncio.timeout(spec.environment.episode_timeout):
-            return await attempt.run(factory)
+        with tracing.span("episode", group=task.group, episode=index) as span:
+            async with asyncio.timeout(spec.environment.episode_timeout):
+                episode = await attempt.run(factory)
+            span.set_attribute("farflung.tokens", attempt.sampled_tokens)
+        metrics.record("farflung.episode.seconds", clock() - began)
+        return episode
     except TimeoutError:
         failure = EpisodeError(
             "timeout", f"not done after {spec.environment.episode_timeout:g} s (environment.episode_timeout)"
@@ -254,13 +260,14 @@ async def _score(
     began = clock()
     limit = spec.environment.episode_timeout
     try:
-        async with asyncio.timeout(limit):
-            scores = await factory.rewards.score(
-                prompts=[episode.prompt for episode in episodes],
-                completions=[episode.completion for episode in episodes],
-                completion_ids=[episode.completion_ids for episode in episodes],
-                columns=task.columns,
-            )
+        with tracing.span("reward", group=task.group, episodes=len(episodes)):
+            async with asyncio.timeout(limit):
+                scores = await factory.rewards.score(
+                    prompts=[episode.prompt for episode in episodes],
+                    completions=[episode.completion for episode in episodes],
+                    completion_ids=[episode.completion_ids for episode in episodes],
+                    columns=task.columns,
+                )
     except TimeoutError:
         scores = [EpisodeError("reward", f"not scored after {limit:g} s (environment.episode_timeout)")] * len(episodes)
     except EpisodeError as failure:

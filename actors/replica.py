@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -248,14 +249,14 @@ class Replica:
         for ref in refs[:slots]:
             if ref.name in self._loaded or ref.name in self._refused:
                 continue
-            await self._load(ref)
+            await self._load(ref, _trace_of(heads, ref))
             await self._put_node()
             if self._registry_changed.is_set():
                 return
 
-    async def _load(self, ref: AdapterRef) -> None:
+    async def _load(self, ref: AdapterRef, trace: Mapping[str, str]) -> None:
         try:
-            with tracing.span("load", adapter=ref.name, replica=self.id, version=ref.version):
+            with tracing.span("load", parent=trace, adapter=ref.name, replica=self.id, version=ref.version):
                 directory = await self._fetch(ref)
                 if unloading := self._unloading.get(ref.name):
                     await unloading
@@ -286,7 +287,10 @@ class Replica:
                 if time.monotonic() > deadline or self._registry_changed.is_set():
                     raise
                 await asyncio.sleep(0.5)
-        await asyncio.to_thread(write_adapter_directory, data, directory)
+        scratch = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        await asyncio.to_thread(write_adapter_directory, data, scratch)
+        scratch.rename(directory)
         return directory
 
     async def _unload(self, name: str) -> None:
@@ -335,6 +339,13 @@ class Replica:
                 },
             )
         )
+
+
+def _trace_of(heads: Heads, ref: AdapterRef) -> Mapping[str, str]:
+    """The headers of the step that made a version: loading it belongs to that step's trace."""
+    run = ref.name.rsplit("-v", 1)[0]
+    record = heads.versions.get(run, {}).get(ref.version)
+    return record.trace if record is not None and record.adapter.name == ref.name else {}
 
 
 def _new_blocks(adapter: str | None, prompt: Ids, output: Ids) -> list[bytes]:

@@ -96,7 +96,7 @@ def _explain(message: str, plain: dict[str, Any]) -> str:
         key = f"{path}.{missing[1]}".lstrip(".")
         return f"{key}: missing; expected {_meaning(key)}"
     got = _value_at(plain, path)
-    shown = f", got {got!r}" if "got" not in problem and got is not None else ""
+    shown = f" ({got!r})" if got is not None else ""
     return f"{path}: {problem[0].lower()}{problem[1:]}{shown}. {_meaning(path)}"
 
 

@@ -495,19 +495,54 @@ async def test_close_cancels_everything_and_refuses_what_comes_after(tiny: Path,
 # Prefix reuse.
 
 
-async def test_a_groups_prompt_is_computed_once(tiny: Path, reference: Reference) -> None:
+def test_a_groups_prompt_is_computed_once(batcher: Batcher, reference: Reference) -> None:
     prompt = prompt_of(37)
+    sequences = [submit(batcher, prompt, Sampling(max_new_tokens=9), "plain") for _ in range(8)]
+    results = finish(batcher, *sequences)
+    assert batcher.prefilled_tokens == 37
+    assert [result.cached_tokens for result in results] == [0] + [37] * 7
+    (later,) = finish(batcher, submit(batcher, prompt, Sampling(max_new_tokens=9), "plain"))
+    assert later.cached_tokens == 36, "without logits at hand the last token is computed again"
+    assert batcher.prefilled_tokens == 38
+    for result in (*results, later):
+        np.testing.assert_allclose(result.logprobs, reference.logprobs(result, prompt), atol=1e-4)
+
+
+def test_equal_prompts_of_different_adapters_do_not_wait_for_each_other(batcher: Batcher) -> None:
+    sequences = [submit(batcher, prompt_of(5), GREEDY, name) for name in ADAPTERS]
+    batcher.tick()
+    assert [len(sequence.tokens) for sequence in sequences] == [1, 1, 1]
+    assert batcher.prefilled_tokens == 15
+
+
+def test_a_waiting_request_of_another_adapter_does_not_join_an_equal_prompt(
+    tiny: Path, adapters: dict[str, Path], reference: Reference
+) -> None:
+    batcher = make_batcher(tiny, {"plain": adapters["plain"]}, cache_tokens=100, chunk=64)
+    small, large = prompt_of(20), prompt_of(60)
+    first = submit(batcher, small, GREEDY)
+    second = submit(batcher, large, GREEDY)
+    third = submit(batcher, small, GREEDY, "plain")
+    batcher.tick()
+    assert batcher.waiting == 2, "the large one does not fit, so the third waits behind it"
+    results = finish(batcher, first, second, third)
+    expected = [
+        reference.greedy(None, small, 12),
+        reference.greedy(None, large, 12),
+        reference.greedy("plain", small, 12),
+    ]
+    assert [result.token_ids.tolist() for result in results] == expected
+
+
+async def test_cached_tokens_are_counted_truthfully_however_a_group_arrives(tiny: Path) -> None:
     async with serving(tiny) as engine:
         group = await asyncio.gather(
-            *(engine.generate(f"{index}", None, prompt, Sampling(max_new_tokens=9)) for index in range(8))
+            *(engine.generate(f"{index}", None, prompt_of(37), Sampling(max_new_tokens=9)) for index in range(8))
         )
-        assert (await engine.health()).prefilled_tokens == 37
-        assert sorted(result.cached_tokens for result in group) == [0] + [37] * 7
-        later = await engine.generate("later", None, prompt, Sampling(max_new_tokens=9))
-        assert later.cached_tokens == 36
-        assert (await engine.health()).prefilled_tokens == 38
-    for result in (*group, later):
-        np.testing.assert_allclose(result.logprobs, reference.logprobs(result, prompt), atol=1e-4)
+        computed = [37 - result.cached_tokens for result in group]
+        assert (await engine.health()).prefilled_tokens == sum(computed)
+        assert sorted(computed, reverse=True)[0] == 37
+        assert sum(computed) <= 37 + 7
 
 
 def test_a_prompt_that_shares_most_of_one_in_progress_waits_for_it(batcher: Batcher, reference: Reference) -> None:
@@ -774,6 +809,27 @@ async def test_a_failing_forward_fails_only_its_requests(
         assert not (await engine.health()).ok
         await engine.generate("again", None, prompt_of(1), GREEDY)
         assert (await engine.health()).ok
+
+
+def test_what_a_failed_step_left_behind_spoils_nothing(
+    batcher: Batcher, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    unlucky = submit(batcher, prompt_of(12), GREEDY)
+    for _ in range(3):
+        batcher.tick()
+
+    def ruin(step: Any) -> Any:
+        assert unlucky.row is not None
+        unlucky.row.band.cache[:, :, unlucky.row.index] = torch.nan
+        raise RuntimeError("half a step")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batcher._model, "logits", ruin)
+        batcher.tick()
+    with pytest.raises(GenerationError, match="half a step"):
+        unlucky.future.result()
+    (next_in_row,) = finish(batcher, submit(batcher, prompt_of(4), GREEDY))
+    assert next_in_row.token_ids.tolist() == reference.greedy(None, prompt_of(4), 12)
 
 
 async def test_an_adapter_that_overflows_fails_its_own_requests_only(

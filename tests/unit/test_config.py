@@ -1,0 +1,96 @@
+"""The configuration file: complete when printed, and refused with a remedy when wrong."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.errors import ConfigError
+from broker.runspec import RunSpec, fleet_of
+from deploy.config import check, load, render
+
+GOOD: dict[str, Any] = {
+    "run": {"name": "r", "model": "m"},
+    "tasks": {"source": "t.jsonl"},
+    "environment": {"rewards": ["r.py:f"]},
+}
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    plain = {section: dict(keys) for section, keys in GOOD.items()}
+    section, key = path.split(".")
+    plain.setdefault(section, {})[key] = value
+    return plain
+
+
+def test_a_printed_configuration_is_the_same_configuration_and_explains_every_key() -> None:
+    spec = check(GOOD, "x")
+    text = render(spec)
+    assert check(tomllib.loads(text), "printed") == spec
+    for section in msgspec.structs.fields(RunSpec):
+        assert f"[{section.name}]" in text
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if " = " in line and not line.startswith("#"):
+            assert lines[number - 1].startswith("# ") and len(lines[number - 1]) > 8, line
+
+
+def test_the_shipped_examples_are_valid() -> None:
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+    assert len(examples) >= 2
+    for path in examples:
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("run.stepz", 3, ["run.stepz", "unknown key", "did you mean steps?"]),
+        ("run.group_size", 8, ["run.group_size", "unknown key", "write algorithm.group_size"]),
+        ("run.steps", "many", ["run.steps", "int", "'many'", "Optimizer steps"]),
+        ("run.steps", 0, ["run.steps", ">= 1"]),
+        ("run.name", "Has Spaces", ["run.name", "lower-case"]),
+        ("algorithm.group_size", 1, ["algorithm.group_size", ">= 2"]),
+        ("algorithm.advantage", "ppo", ["algorithm.advantage", "'ppo'", "dr_grpo"]),
+        ("algorithm.min_group_size", 99, ["algorithm.min_group_size", "at most group_size (8)", "99"]),
+        ("environment.rewards", [], ["environment", "nothing scores an episode", "rewards ="]),
+        ("environment.rewards", [1], ["environment.rewards", "str"]),
+        ("environment.reward_weights", [1.0, 2.0], ["environment.reward_weights", "1 rewards", "got 2"]),
+        ("environment.group_timeout", 5.0, ["environment.group_timeout", "episode_timeout"]),
+        ("fleet.max_inflight", 4, ["fleet.max_inflight", "group_size (8)"]),
+        ("fleet.min_replicas", 2, ["fleet.min_replicas", "fleet.actors (1)"]),
+        ("nonsense.key", 1, ["nonsense", "unknown key"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_path_and_a_remedy(path: str, value: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(changed(path, value), "file.toml")
+    message = str(caught.value)
+    assert message.startswith("file.toml: ")
+    for word in words:
+        assert word in message, message
+
+
+def test_a_missing_key_is_named_with_its_meaning() -> None:
+    with pytest.raises(ConfigError, match=r"run\.model: missing; expected The base model"):
+        check({**GOOD, "run": {"name": "r"}}, "x")
+    with pytest.raises(ConfigError, match="tasks: missing"):
+        check({"run": GOOD["run"]}, "x")
+
+
+def test_a_file_that_is_none_or_no_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_fleets_are_named_after_their_model() -> None:
+    assert fleet_of("HuggingFaceTB/SmolLM2-135M-Instruct") == "smollm2-135m-instruct"
+    assert fleet_of("/models/My Model/") == "my-model"
+    assert fleet_of("///") == "fleet"

@@ -1,0 +1,62 @@
+"""Credit, by brute force: what the formula promises is what a simulated run shows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.credit import CreditRule
+
+
+@pytest.mark.parametrize("publish_every", [1, 2, 3])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("groups_per_step", [1, 3, 8])
+def test_with_everything_active_the_oldest_trained_group_is_exactly_max_staleness_old(
+    groups_per_step: int, max_staleness: int, publish_every: int
+) -> None:
+    rule = CreditRule(groups_per_step, max_staleness, publish_every)
+    head = 0
+    queue: list[int] = []
+    ages: list[int] = []
+    for step in range(1, 20 * publish_every + 1):
+        while rule.credit(head=head, active=head, open_groups=len(queue)) > 0:
+            queue.append(head)
+        assert len(queue) == rule.window
+        batch, queue = queue[:groups_per_step], queue[groups_per_step:]
+        ages += [head - version for version in batch]
+        assert not any(rule.too_stale(version=version, head=head) for version in batch)
+        if step % publish_every == 0:
+            head += 1
+    assert max(ages) == max_staleness
+
+
+@given(
+    groups_per_step=st.integers(1, 6),
+    max_staleness=st.integers(0, 4),
+    moves=st.lists(st.sampled_from(["step", "activate", "issue"]), max_size=200),
+)
+def test_however_activation_lags_no_group_is_issued_that_could_only_be_dropped(
+    groups_per_step: int, max_staleness: int, moves: list[str]
+) -> None:
+    rule = CreditRule(groups_per_step, max_staleness, 1)
+    head = active = 0
+    queue: list[int] = []
+    for move in moves:
+        if move == "issue" and rule.credit(head=head, active=active, open_groups=len(queue)) > 0:
+            queue.append(active)
+        elif move == "activate" and active < head:
+            active = head
+        elif move == "step" and len(queue) >= groups_per_step:
+            batch, queue = queue[:groups_per_step], queue[groups_per_step:]
+            assert not any(rule.too_stale(version=version, head=head) for version in batch)
+            head += 1
+        assert len(queue) <= rule.window
+
+
+def test_credit_shrinks_as_the_served_version_falls_behind_and_comes_back() -> None:
+    rule = CreditRule(groups_per_step=8, max_staleness=1, publish_every=1)
+    assert rule.credit(head=5, active=5, open_groups=0) == 16
+    assert rule.credit(head=5, active=4, open_groups=0) == 8
+    assert rule.credit(head=5, active=3, open_groups=0) == 0
+    assert rule.credit(head=5, active=5, open_groups=16) == 0

@@ -1,0 +1,108 @@
+"""The command line's smaller parts: profiles, cores, ports, what a person sees."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from broker.errors import ConfigError, RunConflict, ServerError
+from broker.locks import file_lock
+from deploy.children import Threads, share_cores
+from deploy.cli import cli
+from deploy.processes import write_private
+from deploy.profile import Profile, find, read, write
+from deploy.servers import nats_launch, store_launch
+from deploy.view import duration, sparkline
+
+
+@pytest.mark.parametrize(
+    ("total", "actors", "expected"),
+    [(1, 2, Threads(1, 1)), (2, 2, Threads(1, 1)), (8, 2, Threads(4, 2)), (16, 1, Threads(8, 8))],
+)
+def test_components_divide_the_cores_without_using_one_twice(total: int, actors: int, expected: Threads) -> None:
+    shared = share_cores(total, actors)
+    assert shared == expected
+    assert shared.learner + actors * shared.actor <= max(total, 1 + actors)
+
+
+def test_options_win_over_the_profile_and_a_missing_profile_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("FARFLUNG_PROFILE", raising=False)
+    nothing = {"nats": None, "s3": None, "access_key": None, "secret_key": None, "profile": None}
+    with pytest.raises(ConfigError, match="--nats URL"):
+        find(**nothing)
+    path = tmp_path / "p.toml"
+    write(Profile(nats="nats://a:b@h:1", s3="http://k:s@h:2/bucket"), path)
+    kept = find(**{**nothing, "profile": str(path)})
+    assert (kept.nats, kept.store.access_key, kept.store.bucket) == ("nats://a:b@h:1", "k", "bucket")
+    other = find(**{**nothing, "profile": str(path), "nats": "nats://x", "access_key": "mine"})
+    assert (other.nats, other.store.access_key, other.store.secret_key) == ("nats://x", "mine", "s")
+    path.write_text("nats = 3")
+    with pytest.raises(ConfigError, match="not valid"):
+        read(path)
+
+
+def test_private_files_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "secret"
+    write_private(path, b"x")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    launch = nats_launch(tmp_path)
+    store_launch(tmp_path)
+    for name in ("nats.json", "nats.conf", "store.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    again = nats_launch(tmp_path)
+    assert again.url == launch.url, "port and credentials are made once and kept"
+
+
+def test_a_port_in_use_is_refused_when_it_was_asked_for_and_replaced_when_it_was_only_remembered(
+    tmp_path: Path,
+) -> None:
+    first = nats_launch(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first.port))
+        taken.listen()
+        with pytest.raises(ServerError, match=f"port {first.port} on 127.0.0.1 is in use"):
+            nats_launch(tmp_path, port=first.port)
+        assert nats_launch(tmp_path).port != first.port
+
+
+def test_no_secret_is_on_a_servers_command_line(tmp_path: Path) -> None:
+    for launch in (nats_launch(tmp_path), store_launch(tmp_path)):
+        secret = launch.url.split("@")[0].rsplit(":", 1)[1]
+        assert secret not in " ".join(launch.command)
+
+
+def test_a_lock_tells_who_waits_in_vain(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    for _ in range(2):  # the lock is free again once its holder has left
+        with (
+            file_lock(path, wait=False),
+            pytest.raises(RunConflict, match="busy here"),
+            file_lock(path, wait=False, busy="busy here"),
+        ):
+            raise AssertionError("unreachable")
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    def walk(command: object, path: list[str]) -> None:
+        done = CliRunner().invoke(cli, [*path, "--help"])
+        assert done.exit_code == 0, path
+        for name, child in getattr(command, "commands", {}).items():
+            walk(child, [*path, name])
+        if not hasattr(command, "commands"):
+            assert "Example:  farflung " in done.output, path
+
+    walk(cli, [])
+    assert "farflung" in CliRunner().invoke(cli, ["--version"]).output
+
+
+def test_numbers_are_shown_as_people_write_them() -> None:
+    assert [duration(value) for value in (5, 89, 95, 3600 * 2 + 60)] == ["5 s", "89 s", "1 min 35 s", "2 h 01 min"]
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert sparkline([]) == ""

@@ -1,0 +1,190 @@
+"""The learner's smaller pure parts: buffer, batch, residency, slots, leases, retention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.residency import offered, wanted
+from broker.errors import ConfigError
+from broker.messages import AdapterRef, GroupReady, Head, Node, VersionRecord
+from broker.runspec import RunSpec
+from broker.trajectories import Episode, Group, Row
+from deploy.config import check
+from learner.admission import check_slots
+from learner.batch import figures_of, outcomes_of, sequences_of
+from learner.buffer import Buffer, Held
+from learner.credit import CreditRule
+from learner.janitor import Leases
+from learner.sweep import removable_groups, removable_versions
+
+
+class Delivery:
+    async def ack(self, timeout: float = 5.0) -> bool:
+        return True
+
+
+def episode(index: int, reward: float, version: int = 0) -> Episode:
+    row = Row.of([1, 2, 3, 4], [0, 0, -1, -2], [0, 0, 1, 1], [-1, -1, version, version])
+    return Episode(
+        index=index, rows=[row], reward=reward, parts={}, turns=[], truncated=index == 0, replicas=["r"]
+    )  # fmt: skip
+
+
+def held(index: int, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Held:
+    ready = GroupReady(
+        run="r", incarnation="i", group=f"g{index}", index=index, version=version, adapter=None, key="k", size=1,
+        sha256="0" * 64, rewards=list(rewards), lengths=[2] * len(rewards), seconds={}, actor="a",
+    )  # fmt: skip
+    episodes = [episode(number, reward, version) for number, reward in enumerate(rewards)]
+    group = Group(
+        run="r", incarnation="i", group=f"g{index}", index=index, version=version, adapter=None, episodes=episodes
+    )
+    return Held(ready, group, Delivery(), {})
+
+
+def test_the_oldest_version_is_trained_first_then_the_earliest_task() -> None:
+    buffer = Buffer()
+    for index, version in ((5, 2), (1, 3), (4, 2), (2, 3)):
+        buffer.add(held(index, version))
+    assert buffer.take(5) is None
+    assert len(buffer) == 4
+    assert [item.id for item in buffer.take(3) or []] == ["g4", "g5", "g1"]
+    assert "g2" in buffer
+
+
+def test_what_is_too_stale_for_the_next_step_leaves_the_buffer() -> None:
+    buffer = Buffer()
+    for index, version in ((1, 1), (2, 2), (3, 3)):
+        buffer.add(held(index, version))
+    rule = CreditRule(groups_per_step=1, max_staleness=1, publish_every=1)
+    assert [item.id for item in buffer.take_stale(rule, head=3)] == ["g1"]
+    assert len(buffer) == 2
+
+
+def test_groups_without_signal_are_skipped_and_the_others_trained() -> None:
+    batch = [held(1), held(2, rewards=(1.0, 1.0))]
+    assert outcomes_of(batch) == [("g1", "trained"), ("g2", "skipped")]
+    sequences = sequences_of(batch, "dr_grpo")
+    assert [sequence.advantage for sequence in sequences] == [-0.5, 0.5]
+    assert all(sequence.group == "g1" for sequence in sequences)
+
+
+def test_a_steps_figures_count_every_group() -> None:
+    figures = figures_of([held(1, version=2), held(2, version=3, rewards=(1.0, 1.0))], head=3)
+    assert figures.reward == pytest.approx(0.75)
+    assert figures.staleness_mean == pytest.approx(0.5)
+    assert figures.staleness_max == 1
+    assert figures.truncated == pytest.approx(0.5)
+    assert (figures.sampled_tokens, figures.episodes, figures.signal_groups) == (8, 4, 1)
+
+
+# ------------------------------------------------------------------------------------------------------- residency
+
+
+def ref(version: int, run: str = "r") -> AdapterRef:
+    return AdapterRef(version, f"{run}-v{version:06d}-aaaaaaaa", f"k{version}", 1, "0" * 64)
+
+
+def head(run: str = "r", **changes: Any) -> Head:
+    fields: dict[str, Any] = {
+        "run": run, "fleet": "f", "incarnation": "i", "epoch": 2, "learner": "l", "step": 5, "head": 5, "active": 4,
+        "max_staleness": 1, "state": "running", "live": [ref(4, run), ref(5, run)],
+    }  # fmt: skip
+    return Head(**{**fields, **changes})
+
+
+def record(version: int, **changes: Any) -> VersionRecord:
+    fields: dict[str, Any] = {"run": "r", "incarnation": "i", "epoch": 2, "adapter": ref(version), "step": version}
+    return VersionRecord(**{**fields, **changes})
+
+
+def test_a_replica_wants_the_active_version_first_and_the_offered_one_last() -> None:
+    names = [item.version for item in wanted({"r": head()}, {"r": {6: record(6)}}, "f")]
+    assert names == [4, 5, 6]
+
+
+def test_another_fleets_runs_are_not_wanted_and_ended_runs_come_last() -> None:
+    heads = {
+        "r": head(), "ended": head("ended", state="finished", live=[ref(9, "ended")], active=9, head=9),
+        "elsewhere": head("elsewhere", fleet="g"),
+    }  # fmt: skip
+    assert [item.name.split("-")[0] for item in wanted(heads, {}, "f")] == ["r", "r", "ended"]
+
+
+def test_an_offer_of_a_zombie_or_of_another_incarnation_is_ignored() -> None:
+    assert offered(head(), {6: record(6, epoch=1)}) is None
+    assert offered(head(), {6: record(6, incarnation="old")}) is None
+    assert offered(head(), {6: record(6, state="committed")}) is None
+    assert offered(head(), {5: record(5)}) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- slots
+
+
+def spec() -> RunSpec:
+    return check(
+        {
+            "run": {"name": "new", "model": "m"},
+            "tasks": {"source": "t.jsonl"},
+            "environment": {"rewards": ["r.py:f"]},
+            "fleet": {"name": "f"},
+            "algorithm": {"max_staleness": 2},
+        },
+        "x",
+    )
+
+
+def test_a_fleet_with_too_few_slots_is_refused_with_the_sum() -> None:
+    replica = Node(id="rep", node="replica", fleet="f", host="h", pid=1, state="ready", slots=6)
+    check_slots(spec(), [], [replica])
+    with pytest.raises(ConfigError, match=r"rep holds 6 adapters, but 4 \(new\) \+ 3 \(r\) = 7"):
+        check_slots(spec(), [head()], [replica])
+    check_slots(spec(), [head(state="finished")], [replica])
+
+
+# ------------------------------------------------------------------------------------------------- leases, retention
+
+
+def test_a_lease_is_overdue_once_and_only_after_its_limit() -> None:
+    leases = Leases(limit=10.0)
+    assert leases.observe(["a", "b"], 0.0) == []
+    assert leases.observe(["a"], 9.0) == []
+    assert leases.observe(["a", "b"], 11.0) == ["a"], "b was given back and leased anew"
+    assert leases.observe(["b"], 12.0) == []
+
+
+def test_retention_keeps_open_groups_and_what_is_young() -> None:
+    day = 24 * 3600.0
+    objects = [("runs/r/i/groups/open/s", 0.0), ("runs/r/i/groups/old/s", 0.0), ("runs/r/i/groups/new/s", 9.5 * day)]
+    assert removable_groups(objects, open_groups={"open"}, now=10 * day, keep_hours=48) == ["runs/r/i/groups/old/s"]
+    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=0) == []
+    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=1) == [
+        "runs/r/i/groups/open/s", "runs/r/i/groups/old/s",
+    ]  # fmt: skip
+
+
+def test_retention_of_versions_never_removes_what_the_head_refers_to() -> None:
+    day = 24 * 3600.0
+    objects = [(f"runs/r/i/adapters/{number:06d}/s", 0.0) for number in (1, 2, 8, 9)]
+    doomed = removable_versions(objects, newest=9, referenced={objects[1][0]}, keep=2, now=10 * day)
+    assert doomed == ["runs/r/i/adapters/000001/s"]
+    assert removable_versions(objects, newest=9, referenced=(), keep=0, now=10 * day) == []
+
+
+def test_rows_whose_arrays_do_not_fit_are_refused() -> None:
+    from broker.errors import MalformedMessage
+
+    good = Row.of([1, 2], [0, -1], [0, 1], [-1, 0])
+    good.check()
+    for bad in (
+        Row.of([1, 2], [0], [0, 1], [-1, 0]),
+        Row.of([1, 2], [-1, -1], [1, 1], [0, 0]),
+        Row.of([1, 2], [0, np.nan], [0, 1], [-1, 0]),
+        Row.of([1, 2], [0, -1], [0, 1], [-1, -1]),
+        Row.of([], [], [], []),
+    ):
+        with pytest.raises(MalformedMessage):
+            bad.check()
