@@ -341,7 +341,7 @@ class Actor:
         )
         began = self._clock()
         with tracing.span("store", group=task.group) as span:
-            data, _ = group.to_blob()
+            data = group.encode()
             ref = await self._store.put(names.group_prefix(task.run, task.incarnation, task.group), data)
             span.set_attribute("farflung.bytes", len(data))
         ready = GroupReady(

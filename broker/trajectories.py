@@ -7,7 +7,6 @@ tokenized again from text.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgspec
@@ -136,11 +135,6 @@ class Group(Message, frozen=True, kw_only=True, tag="group"):
     @property
     def rewards(self) -> list[float]:
         return [episode.reward for episode in self.episodes]
-
-    def to_blob(self) -> tuple[bytes, str]:
-        """The stored bytes and their sha256 in hex."""
-        data = self.encode()
-        return data, hashlib.sha256(data).hexdigest()
 
     @staticmethod
     def from_blob(data: bytes) -> Group:

