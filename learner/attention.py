@@ -3,7 +3,7 @@
 `transformers` would take the row's mask as one 4D tensor and hand it to SDPA unchanged, which is right and slow: the
 work grows with the row's length squared, and nearly all of it is masked out (a third of a step for 1,300 tokens of a
 135M model on a CPU). Registered as an attention implementation of its own, this computes only the tiles of
-`packing.tiles`, each with `transformers`' own SDPA.
+`packing.tiles`, those of like size in one call of `transformers`' own SDPA.
 """
 
 from __future__ import annotations
@@ -11,39 +11,96 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from learner.packing import PackedRow, tiles
+from learner.packing import PackedRow, Tile, tiles
 
 IMPLEMENTATION = "farflung_tiles"
 """The name under which `transformers` knows it (`attn_implementation`)."""
 
 TILE = 256
-"""Tokens a tile. Enough to share a call among short replies; so few that masked work stays below a tenth."""
+"""Tokens a tile. Enough to share a tile among short replies; so few that masked work stays below a tenth."""
+
+PADDING = 1.5
+"""Tiles share a call until it would compute this many times the scores that they have by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTile:
-    """A `packing.Tile` with its mask on the device: `bias` [1, 1, queries, keys] is added to the scores."""
+class TileCall:
+    """Tiles that are computed in one call, padded to the largest."""
 
-    length: int
-    prefix: tuple[int, int, int] | None
+    queries: Tensor
+    """int64 [tiles, q], places in the row; what is padded stands for place 0 and is thrown away"""
+    keys: Tensor
+    """int64 [tiles, k], places in the row; what is padded is seen by nobody"""
     bias: Tensor | None
+    """[tiles, 1, q, k], added to the scores: 0 or -inf. None: plainly causal, nothing padded"""
 
 
-def attention_tiles(row: PackedRow, device: torch.device, dtype: torch.dtype) -> list[AttentionTile]:
-    """The tiles of `row`, made once and shared by all layers."""
-    found = []
-    for tile in tiles(row, TILE):
-        bias = None
-        if tile.visible is not None:
-            seen = torch.from_numpy(tile.visible).to(device)
-            bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))[None, None]
-        found.append(AttentionTile(tile.stop - tile.start, tile.prefix, bias))
-    return found
+@dataclass(frozen=True, slots=True)
+class RowAttention:
+    """How the attention of one row is computed; made once and shared by all layers."""
+
+    calls: tuple[TileCall, ...]
+    restore: Tensor
+    """int64 [n], where each of the row's tokens stands among all calls' outputs"""
+
+
+def row_attention(row: PackedRow, device: torch.device, dtype: torch.dtype) -> RowAttention:
+    """Cut `row` into tiles and gather tiles of like size into calls. `dtype` is that of the queries."""
+    calls: list[TileCall] = []
+    restore = np.zeros(len(row), dtype=np.int64)
+    done = 0
+    for lot in _alike(tiles(row, TILE)):
+        q, k = _largest(lot)
+        queries = np.zeros((len(lot), q), dtype=np.int64)
+        keys = np.zeros((len(lot), k), dtype=np.int64)
+        visible = np.zeros((len(lot), 1, q, k), dtype=np.bool_)
+        # A query that sees nothing would give a softmax over nothing.
+        visible[..., 0] = True
+        for place, tile in enumerate(lot):
+            own, seen = len(tile.queries), len(tile.keys)
+            queries[place, :own] = tile.queries
+            keys[place, :seen] = tile.keys
+            visible[place, 0, :own, :seen] = tile.visible
+            restore[tile.queries] = done + place * q + np.arange(own)
+        done += queries.size
+        causal = len(lot) == 1 and q == k and bool(np.array_equal(visible[0, 0], np.tri(q, dtype=np.bool_)))
+        calls.append(
+            TileCall(
+                queries=torch.from_numpy(queries).to(device),
+                keys=torch.from_numpy(keys).to(device),
+                bias=None if causal else _bias(torch.from_numpy(visible).to(device), dtype),
+            )
+        )
+    return RowAttention(tuple(calls), torch.from_numpy(restore).to(device))
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+def _alike(cut: Sequence[Tile]) -> list[list[Tile]]:
+    """Tiles, largest first, in lots that padding does not blow up."""
+    lots: list[list[Tile]] = []
+    for tile in sorted(cut, key=lambda tile: -tile.visible.size):
+        if lots:
+            grown = [*lots[-1], tile]
+            q, k = _largest(grown)
+            if len(grown) * q * k <= PADDING * sum(each.visible.size for each in grown):
+                lots[-1] = grown
+                continue
+        lots.append([tile])
+    return lots
+
+
+def _largest(lot: Sequence[Tile]) -> tuple[int, int]:
+    """The most queries and the most keys of any tile."""
+    return max(len(tile.queries) for tile in lot), max(len(tile.keys) for tile in lot)
 
 
 def tiled_attention(
@@ -52,26 +109,29 @@ def tiled_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    tiles: Sequence[AttentionTile] | None = None,
+    row: RowAttention | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention as `transformers` calls it: query [1, heads, n, d], key and value [1, key heads, n, d].
 
-    Returns [1, n, heads, d]. Without `tiles` it is plain SDPA, causal unless a mask says otherwise.
+    Returns [1, n, heads, d]. Without `row` it is plain SDPA, causal unless a mask says otherwise.
     """
-    if tiles is None:
+    if row is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
         return output, None
-    lengths = [tile.length for tile in tiles]
-    queries, keys, values = (torch.split(states, lengths, dim=2) for states in (query, key, value))
     outputs = []
-    for index, tile in enumerate(tiles):
-        seen = [keys[index], values[index]]
-        if tile.prefix is not None:
-            home, start, stop = tile.prefix
-            seen = [torch.cat((states[home][:, :, start:stop], states[index]), dim=2) for states in (keys, values)]
-        outputs.append(sdpa_attention_forward(module, queries[index], *seen, tile.bias, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+    for call in row.calls:
+        gathered = (
+            _gather(states, places) for states, places in ((query, call.queries), (key, call.keys), (value, call.keys))
+        )
+        outputs.append(sdpa_attention_forward(module, *gathered, call.bias, **kwargs)[0].flatten(0, 1))
+    return torch.cat(outputs).index_select(0, row.restore)[None], None
+
+
+def _gather(states: Tensor, places: Tensor) -> Tensor:
+    """[1, heads, n, d] at `places` [tiles, length], as [tiles, heads, length, d]."""
+    chosen = states[0].transpose(0, 1).index_select(0, places.flatten())
+    return chosen.view(*places.shape, *chosen.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, tiled_attention)

@@ -27,7 +27,7 @@ from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, 
 from broker.messages import Floats
 from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
-from learner.attention import IMPLEMENTATION, attention_tiles
+from learner.attention import IMPLEMENTATION, row_attention
 from learner.logprobs import token_logprobs
 from learner.objectives.ppo_clip import ClipSums, ppo_clip
 from learner.packing import PackedRow, TokenSequence, pack
@@ -245,7 +245,7 @@ class Policy:
             input_ids=torch.from_numpy(row.token_ids).to(self.device)[None],
             position_ids=torch.from_numpy(row.position_ids).to(self.device)[None],
             use_cache=False,
-            tiles=attention_tiles(row, self.device, self.dtype),
+            row=row_attention(row, self.device, self.dtype),
         ).last_hidden_state
         return token_logprobs(
             hidden[0].index_select(0, torch.from_numpy(row.predictor).to(self.device)),

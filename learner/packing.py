@@ -88,16 +88,14 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries [start, stop) of a row and the keys they may see: the same tokens, after `prefix` if there is one.
+    """Some whole segments of a row as one piece of attention. Indices count within the row."""
 
-    `prefix` is (tile, start, stop): tokens of an earlier tile, counted from that tile's start. `visible` is bool
-    [queries, prefix + queries]; None means plainly causal.
-    """
-
-    start: int
-    stop: int
-    prefix: tuple[int, int, int] | None
-    visible: npt.NDArray[np.bool_] | None
+    queries: Indices
+    """[q], the segments' tokens, which are contiguous"""
+    keys: Indices
+    """[k], the tokens of a prefix that stands elsewhere, if there is one, then the queries' own"""
+    visible: npt.NDArray[np.bool_]
+    """[q, k], which query sees which key"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,15 +291,11 @@ def tiles(row: PackedRow, limit: int) -> list[Tile]:
     cut: list[Tile] = []
     for first, after in zip(starts, [*starts[1:], len(segments)], strict=True):
         # A family is contiguous, so all of a tile's segments whose prefix stands before it have the same prefix.
-        prefix = segments[first].prefix
-        where = None
-        if prefix is not None:
-            home = max(number for number, start in enumerate(starts) if start <= prefix)
-            held = segments[prefix]
-            where = (home, held.start - cut[home].start, held.stop - cut[home].start)
-        plain = prefix is None and after - first == 1
-        visible = None if plain else _visible(segments, range(first, after), prefix)
-        cut.append(Tile(segments[first].start, segments[after - 1].stop, where, visible))
+        outside = segments[first].prefix
+        queries = np.arange(segments[first].start, segments[after - 1].stop)
+        held = np.arange(0) if outside is None else np.arange(segments[outside].start, segments[outside].stop)
+        keys = np.concatenate([held, queries])
+        cut.append(Tile(queries, keys, _visible(segments, range(first, after), outside)))
     return cut
 
 

@@ -90,9 +90,7 @@ def _context_of(headers: Headers | None) -> SpanContext | None:
     if len(parts) != 4:
         return None
     try:
-        context = SpanContext(
-            int(parts[1], 16), int(parts[2], 16), is_remote=True, trace_flags=TraceFlags(int(parts[3], 16))
-        )
+        trace_id, span_id, flags = (int(part, 16) for part in parts[1:])
     except ValueError:
         return None
     context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))

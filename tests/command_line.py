@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,15 @@ class Command:
             self.kill()
             raise AssertionError(f"not ended within {within:.0f} s:\n{self.out[-2000:]}\n{self.err[-2000:]}") from None
         return Ended(code, self.out, self.err)
+
+    def until(self, condition: Callable[[], object], what: str, within: float = PATIENCE) -> None:
+        """Return once `condition` holds; fail when the command ends before, or when it takes too long."""
+        deadline = time.monotonic() + within
+        while not condition():
+            if not self.running or time.monotonic() > deadline:
+                state = "not within the time" if self.running else "the command ended first"
+                raise AssertionError(f"{what}: {state}\n{self.out[-2000:]}\n{self.err[-2000:]}")
+            time.sleep(0.05)
 
     def kill(self) -> None:
         """End it, and whatever it has started, the hard way."""
@@ -170,11 +179,6 @@ def read_steps(run_directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def wait_for_step(command: Command, run_directory: Path, step: int, within: float = PATIENCE) -> None:
-    """Return once the run has made `step`; fail when its command ends before, or in time it does not."""
-    deadline = time.monotonic() + within
-    while not any(record["step"] >= step for record in read_steps(run_directory)):
-        said = f"{command.out[-2000:]}\n{command.err[-2000:]}"
-        assert command.running, f"ended before step {step}:\n{said}"
-        assert time.monotonic() < deadline, f"no step {step} within {within:.0f} s:\n{said}"
-        time.sleep(0.05)
+def made_step(run_directory: Path, step: int) -> bool:
+    """Whether the run has logged `step`."""
+    return any(record["step"] >= step for record in read_steps(run_directory))

@@ -99,17 +99,11 @@ def test_tiles_show_each_token_what_the_rows_mask_shows(
     for row in pack(sequences, budget).rows:
         rebuilt = np.zeros((len(row), len(row)), dtype=np.bool_)
         cut = tiles(row, limit)
-        assert [tile.start for tile in cut] == [0, *(tile.stop for tile in cut[:-1])]
-        assert cut[-1].stop == len(row)
+        assert np.concatenate([tile.queries for tile in cut]).tolist() == list(range(len(row)))
         for tile in cut:
-            length = tile.stop - tile.start
-            keys = np.arange(tile.start, tile.stop)
-            if tile.prefix is not None:
-                home, start, stop = tile.prefix
-                keys = np.concatenate([np.arange(start, stop) + cut[home].start, keys])
-            rebuilt[tile.start : tile.stop, keys] = np.tri(length) if tile.visible is None else tile.visible
-            inside = [s for s in row.segments if tile.start <= s.start < tile.stop]
-            assert length <= limit or len(inside) == 1
+            rebuilt[np.ix_(tile.queries, tile.keys)] = tile.visible
+            starts = {segment.start for segment in row.segments}
+            assert len(tile.queries) <= limit or len(starts & set(tile.queries.tolist())) == 1
         np.testing.assert_array_equal(rebuilt, row.visible())
 
 
