@@ -19,7 +19,7 @@ def wanted(
     for run, head in heads.items():
         if head.fleet != fleet:
             continue
-        ended = 0 if head.state in ("running", "paused") else 10
+        ended = 0 if head.state == "running" else 10
         for ref in head.live:
             need = 0 if ref.version == head.active else 1 if ref.version == head.head else 2
             found.append((ended + need, -ref.version, run, ref))

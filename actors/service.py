@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import nats.errors
 import numpy as np
 
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
@@ -26,6 +27,7 @@ from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFul
 from broker.chat import ChatTokenizer
 from broker.errors import FarflungError, MalformedMessage, StoreError
 from broker.messages import (
+    BlobRef,
     FailureKind,
     GenerateRequest,
     GroupFailed,
@@ -59,6 +61,9 @@ NEWS_SECONDS = 10.0
 
 REFUSED_RETRY_SECONDS = 0.5
 """A full groups stream is tried again after this long."""
+
+STORE_RETRY_SECONDS = 2.0
+"""A store that is away or full is tried again after this long."""
 
 
 @dataclass
@@ -114,6 +119,8 @@ class Actor:
         self._idle_held_back = Share()
         self._outside = Share()
         self._episodes = 0
+        self._trouble = ""
+        """What keeps finished groups from being handed over, for people."""
         self._heads: Heads
         self._roster: Roster
 
@@ -208,7 +215,7 @@ class Actor:
         if run not in self._pullers:
             try:
                 self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer())
-            except (ConsumerGone, TimeoutError) as error:
+            except (ConsumerGone, TimeoutError, nats.errors.Error) as error:
                 log.info("run %s has no tasks to lease: %s", run, error)
                 return None
         return self._pullers[run]
@@ -239,10 +246,13 @@ class Actor:
         """One group, from lease to acknowledgement."""
         task = lease.task
         heartbeat = asyncio.create_task(self._keep(lease.delivery))
-        tracing.begin(
-            "task queue", parent=lease.delivery.headers, start_ns=int(lease.delivery.published * 1e9), group=task.group
-        ).end()
         try:
+            tracing.begin(
+                "task queue",
+                parent=lease.delivery.headers,
+                start_ns=int(lease.delivery.published * 1e9),
+                group=task.group,
+            ).end()
             with tracing.span("actor", parent=lease.delivery.headers, group=task.group, actor=self.id):
                 answer, id = await self._answer(lease)
                 if answer is not None:
@@ -254,6 +264,9 @@ class Actor:
         except FarflungError as error:
             # Neither the store nor the broker would take it: the lease is given back, and the group runs again.
             log.error("group %s could not be handed over: %s", task.group, error)
+            await lease.delivery.release(delay=5.0)
+        except Exception:
+            log.exception("group %s could not be worked on", task.group)
             await lease.delivery.release(delay=5.0)
         finally:
             heartbeat.cancel()
@@ -342,7 +355,7 @@ class Actor:
         began = self._clock()
         with tracing.span("store", group=task.group) as span:
             data = group.encode()
-            ref = await self._store.put(names.group_prefix(task.run, task.incarnation, task.group), data)
+            ref = await self._put(lease, data)
             span.set_attribute("farflung.bytes", len(data))
         ready = GroupReady(
             run=task.run,
@@ -360,6 +373,22 @@ class Actor:
             actor=self.id,
         )
         return ready, f"{task.group}:{ref.sha256[:16]}"
+
+    async def _put(self, lease: Lease, data: bytes) -> BlobRef:
+        """Store a group. A store that is away or full is waited for, with the lease kept: what was sampled counts."""
+        task = lease.task
+        while True:
+            try:
+                ref = await self._store.put(names.group_prefix(task.run, task.incarnation, task.group), data)
+            except StoreError as error:
+                if lease.stale:
+                    raise
+                self._trouble = self._trouble or f"groups wait for the store: {error}"
+                log.warning("group %s waits for the store: %s", task.group, error)
+                await asyncio.sleep(STORE_RETRY_SECONDS)
+            else:
+                self._trouble = ""
+                return ref
 
     def _failed(self, lease: Lease, failure: FailureKind, reason: str, seconds: dict[str, float]) -> GroupFailed:
         task = lease.task
@@ -462,7 +491,7 @@ class Actor:
         metrics.observe(self._gauges, actor=self.id)
         while True:
             now = self._clock()
-            refused = "; ".join(f"run {run}: {reason}" for run, reason in sorted(self._workloads.refused.items()))
+            refused = [f"run {run}: {reason}" for run, reason in sorted(self._workloads.refused.items())]
             await self._registry.put_node(
                 Node(
                     id=self.id,
@@ -471,7 +500,7 @@ class Actor:
                     host=socket.gethostname(),
                     pid=os.getpid(),
                     state="ready",
-                    detail=refused,
+                    detail="; ".join([*refused, *([self._trouble] if self._trouble else [])]),
                     capacity=self._max_inflight,
                     code=self._workloads.code,
                     gauges={

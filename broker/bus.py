@@ -307,7 +307,10 @@ class Bus:
             else:
                 return Receipt("duplicate" if answer.duplicate else "stored", int(answer.seq))
             if time.monotonic() > deadline:
-                raise ConnectionFailed(f"NATS at {self.url} did not store {subject} in {timeout:.0f} s: {problem}")
+                hint = "it is there, but does its disk have room?" if self.client.is_connected else "is it running?"
+                raise ConnectionFailed(
+                    f"NATS at {self.url} did not store {subject} in {timeout:.0f} s: {problem}; {hint}"
+                )
             await asyncio.sleep(0.1 + random.random() * 0.4)
 
     async def ensure_stream(self, config: StreamConfig) -> None:

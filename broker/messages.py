@@ -265,7 +265,7 @@ class BlobRef(msgspec.Struct, frozen=True):
     sha256: str
 
 
-RunState = Literal["running", "paused", "finished", "failed"]
+RunState = Literal["running", "stopped", "finished", "failed"]
 
 
 class Head(Message, frozen=True, kw_only=True, tag="head"):

@@ -51,9 +51,9 @@ class Bucket:
         self._kv = kv
         self.name = name
 
-    async def get(self, key: str) -> Entry | None:
-        """The newest value, None when there is none. Raises ConnectionFailed when the broker does not answer."""
-        deadline = time.monotonic() + 30
+    async def get(self, key: str, *, patience: float = 30.0) -> Entry | None:
+        """The newest value, None when there is none. Raises ConnectionFailed when no answer comes for `patience` s."""
+        deadline = time.monotonic() + patience
         while True:
             try:
                 entry = await self._kv.get(key)
@@ -71,13 +71,13 @@ class Bucket:
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             await self._kv.put(key, value)
 
-    async def compare_and_set(self, key: str, value: bytes, revision: int) -> int:
+    async def compare_and_set(self, key: str, value: bytes, revision: int, *, patience: float = 60.0) -> int:
         """Write if the key is still at `revision` (0: absent); returns the new revision.
 
         An answer that got lost is looked up: when the key holds exactly `value`, the write was ours. Raises
-        RegistryConflict when somebody else wrote, ConnectionFailed when the broker stays away.
+        RegistryConflict when somebody else wrote, ConnectionFailed when the broker stays away for `patience` seconds.
         """
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience
         while True:
             try:
                 # `create` knows that a key which was deleted is absent; a plain update from 0 does not.
@@ -92,7 +92,7 @@ class Bucket:
                 if time.monotonic() > deadline:
                     raise ConnectionFailed(f"NATS at {self._bus.url} did not store {self.name}/{key}") from error
                 await asyncio.sleep(0.2)
-            now = await self.get(key)
+            now = await self.get(key, patience=patience)
             if now is not None and now.value == value:
                 return now.revision
             if (now.revision if now else 0) != revision:
@@ -225,9 +225,9 @@ class Registry:
                 found.append(decode(entry.value, Head))
         return found
 
-    async def set_head(self, head: Head, revision: int) -> int:
+    async def set_head(self, head: Head, revision: int, *, patience: float = 60.0) -> int:
         """Compare-and-set the head record. Raises RegistryConflict."""
-        return await self.runs.compare_and_set(names.head_key(head.run), head.encode(), revision)
+        return await self.runs.compare_and_set(names.head_key(head.run), head.encode(), revision, patience=patience)
 
     async def versions(self, run: str) -> list[VersionRecord]:
         """Every version record of a run, oldest first."""

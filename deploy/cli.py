@@ -116,7 +116,7 @@ def up(config: Path, directory: Path | None, restart: bool, as_json: bool, nats:
 
     code = running.run("up", running.node_id("up"), main, level=30)
     if code == running.INTERRUPTED:
-        console.print(f"stopped; `farflung up {config}` goes on from here")
+        console.print(f"stopped; `farflung up {config}` goes on from here", markup=False, soft_wrap=True)
     if as_json and summary:
         click.echo(json.dumps(summary))
     running.end(code)

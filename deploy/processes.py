@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from broker.errors import ServerError
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -20,15 +22,23 @@ def die_with_parent() -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, in one step: a reader sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    """Write a file that only its owner may read, in one step: a reader sees the old content or the new.
+
+    Raises ServerError when the disk does not take it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        raise ServerError(
+            f"{path} cannot be written: {error.strerror}; make room on its disk, or choose another --dir"
+        ) from error
 
 
 def cores() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, ServerError
 from broker.store import StoreAddress
 from deploy.processes import write_private
 
@@ -48,7 +48,7 @@ def write(profile: Profile, path: Path) -> None:
 
 def remember(profile: Profile) -> None:
     """Make it the current profile; a home that cannot be written to is no reason to fail."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(ServerError):
         write(profile, current_path())
 
 

@@ -21,7 +21,7 @@ from broker import names
 from broker.adapters import write_adapter_directory
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
-from broker.errors import ConfigError, FarflungError, RunConflict
+from broker.errors import ConfigError, FarflungError, RunConflict, StoreError
 from broker.messages import BlobRef, Control, Head, Node, VersionRecord
 from broker.models import resolve
 from broker.registry import Registry, Roster
@@ -30,8 +30,10 @@ from broker.trajectories import Episode, Group
 from deploy.profile import Connection, find
 from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
-from deploy.snapshot import snapshot_of
+from deploy.snapshot import Snapshot, snapshot_of
 from deploy.view import print_status
+from learner.ledger import Ledger
+from learner.summary import summary_of
 
 LEAVE_SECONDS = 60.0
 """How long a deletion waits for the run's learner to leave."""
@@ -94,15 +96,30 @@ async def status(services: Services, run: str | None, as_json: bool) -> None:
     heads = [await _head(services, run)] if run else await services.registry.heads()
     nodes = await _present(services.registry)
     snapshots = [snapshot_of(head, nodes) for head in heads]
+    ledgers = [await _ledger(services, snapshot) for snapshot in snapshots]
     known = {node.id for snapshot in snapshots for node in snapshot.nodes}
     if as_json:
         plain = {
-            "runs": [snapshot.to_plain() for snapshot in snapshots],
+            "runs": [
+                snapshot.to_plain() | {"ledger": ledger} for snapshot, ledger in zip(snapshots, ledgers, strict=True)
+            ],
             "other_nodes": [msgspec.to_builtins(node) for node in nodes if node.id not in known],
         }
         click.echo(json.dumps(plain))
         return
-    print_status(services.console, snapshots, len([node for node in nodes if node.id not in known]))
+    print_status(services.console, snapshots, ledgers, len([node for node in nodes if node.id not in known]))
+
+
+async def _ledger(services: Services, snapshot: Snapshot) -> dict[str, int]:
+    """A run's groups as its learner counts them now; as of the last commit while no learner is there."""
+    gauges = snapshot.learner.gauges if snapshot.learner else {}
+    if "issued" in gauges:
+        return {name: int(gauges[name]) for name in Ledger().counts()}
+    try:
+        return (await summary_of(services.registry, services.store, snapshot.head.run)).groups
+    except StoreError as error:
+        click.echo(f"the ledger of run {snapshot.head.run} cannot be read: {error}", err=True)
+        return {}
 
 
 async def runs_list(services: Services, as_json: bool) -> None:

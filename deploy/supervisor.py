@@ -71,7 +71,7 @@ class Up:
         self._children: list[Child] = []
         self._rewards: list[float] = []
         self._read_to = 0
-        self._said_detail = ""
+        self._said_details: dict[str, str] = {}
 
     async def run(self) -> dict[str, Any]:
         """Bring everything up, watch until the run ends, and return its summary.
@@ -98,7 +98,11 @@ class Up:
                         return summary
                     await self._run_components(registry, directory)
                     summary = (await summary_of(registry, store, name)).to_json()
-                    if summary["done"]:
+                    if not summary["done"]:
+                        self._say(
+                            f"run {name} was stopped at step {summary['steps']}; the same command goes on from there"
+                        )
+                    else:
                         self._show_figures(summary)
                         await self._show_answers(bus, summary, files)
                     return summary
@@ -260,10 +264,10 @@ class Up:
     def _show_lines(self, snapshot: Snapshot | None) -> None:
         for step in self._new_steps():
             self._say(view.step_line(step, snapshot))
-        detail = snapshot.learner.detail if snapshot is not None and snapshot.learner else ""
-        if detail and detail != self._said_detail:
-            self._said_detail = detail
-            self._say(f"note: {detail}")
+        for node in snapshot.nodes if snapshot is not None else ():
+            if node.detail and node.detail != self._said_details.get(node.id):
+                self._said_details[node.id] = node.detail
+                self._say(f"note: {node.detail}" if node.node == "learner" else f"note: {node.id}: {node.detail}")
 
     # ------------------------------------------------------------------------------------------------------- result
 

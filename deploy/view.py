@@ -137,13 +137,16 @@ def _doing(node: Node) -> str:
             return f"{gauge('inflight', 0):.0f} in flight, {gauge('waiting', 0):.0f} waiting"
 
 
-def print_status(console: Console, snapshots: Sequence[Snapshot], nodes_elsewhere: int) -> None:
+def print_status(
+    console: Console, snapshots: Sequence[Snapshot], ledgers: Sequence[Mapping[str, int]], nodes_elsewhere: int
+) -> None:
     """`farflung status` for people."""
     if not snapshots:
         console.print("no runs yet; start one with `farflung up CONFIG` or `farflung learner CONFIG`")
-    for snapshot in snapshots:
+    for snapshot, ledger in zip(snapshots, ledgers, strict=True):
         console.print(live(snapshot, [], ""))
         versions = ", ".join(f"{ref.version}" for ref in snapshot.head.live) or "base only"
         console.print(f"  versions kept loaded: {versions}    incarnation {snapshot.head.incarnation}")
+        console.print("  groups: " + ", ".join(f"{number} {name}" for name, number in ledger.items()))
     if nodes_elsewhere:
         console.print(f"{nodes_elsewhere} nodes belong to fleets without a run")

@@ -48,8 +48,8 @@ class Activator:
         self._clock = clock
         self.wake = asyncio.Event()
         """Set when the head moved or a replica said something."""
-        self.trace: Mapping[str, str] = {}
-        """The headers of the step whose version is being activated."""
+        self.traces: dict[int, Mapping[str, str]] = {}
+        """The headers of the step that makes each version. Known before its commit: replicas may be as quick."""
         self.trouble = ""
         """Why the newest version is not active yet, for people."""
         self.expelled: dict[str, str] = {}
@@ -64,7 +64,9 @@ class Activator:
                 self.trouble = ""
                 await self._look()
                 continue
-            with tracing.span("activate", parent=self.trace, run=head.run, version=head.head) as span:
+            self.traces = {version: trace for version, trace in self.traces.items() if version >= head.head}
+            trace = self.traces.get(head.head)
+            with tracing.span("activate", parent=trace, run=head.run, version=head.head) as span:
                 began = self._clock()
                 state = await self._drive(head.head, head.adapter.name)
                 span.set_attribute("farflung.outcome", state or "superseded")

@@ -16,7 +16,7 @@ def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) 
     """
     needs = {spec.run.name: spec.adapter_slots}
     for head in heads:
-        if head.fleet == spec.fleet_name and head.run != spec.run.name and head.state in ("running", "paused"):
+        if head.fleet == spec.fleet_name and head.run != spec.run.name and head.state == "running":
             evaluation = int(head.spec.get("fleet", {}).get("eval_slots", 0))
             needs[head.run] = head.max_staleness + 2 + evaluation
     total = sum(needs.values())

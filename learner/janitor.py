@@ -13,7 +13,7 @@ import nats.js.errors
 
 from broker import names
 from broker.bus import Bus
-from broker.errors import Fenced, StoreError
+from broker.errors import ConnectionFailed, Fenced, StoreError
 from broker.runspec import RunSpec
 from broker.store import Store
 from learner.ledger import Ledger
@@ -74,7 +74,12 @@ class Janitor:
         """Look after the run until cancelled. Raises Fenced when another epoch has begun."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if (why := await self._session.fenced()) is not None:
+            try:
+                why = await self._session.fenced()
+            except ConnectionFailed as error:
+                log.warning("%s; going on when it is back", error)
+                continue
+            if why is not None:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError):
                 await self._expire_overdue()

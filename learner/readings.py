@@ -58,10 +58,10 @@ class StepLog:
     def begin(self) -> None:
         """A new incarnation: the file starts empty."""
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
+            self._path.unlink(missing_ok=True)
 
     def append(self, record: Mapping[str, float]) -> None:
         if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")

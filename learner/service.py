@@ -24,7 +24,7 @@ from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_co
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
 from broker.errors import Fenced, RegistryConflict, RunFailed
-from broker.messages import AdapterRef, BlobRef, Node
+from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
 from broker.runspec import RunSpec
@@ -186,6 +186,10 @@ class Learner:
         announcing = asyncio.create_task(self._announce_starting())
         try:
             await self._bus.ensure_stream(dead_config())
+            control = self._heads.controls.get(run)
+            if control is not None and control.wanted in ("stop", "delete"):
+                # That was for the learner before this one. Starting one says that the run is to go on.
+                await self._registry.put_control(Control(run=run, wanted="run"))
             if claimed.created:
                 await self._forget_predecessor(run)
                 self._steps.begin()
@@ -354,7 +358,7 @@ class Learner:
             await self._wait_for_activation()
             await self._session.write(state="finished", learner="", detail="")
         else:
-            await self._session.write(state="paused", learner="", detail="stopped by request")
+            await self._session.write(state="stopped", learner="", detail="stopped by request")
         return self._summary()
 
     def _done(self) -> bool:
@@ -415,7 +419,6 @@ class Learner:
             published = await self._commit(batch, figures, stats)
             span.set_attribute("farflung.reward", figures.reward)
             span.set_attribute("farflung.version", self._session.head.head)
-            self._activator.trace = tracing.headers()
         if published:
             self._activator.wake.set()
         self._credit_changed.set()
@@ -455,6 +458,8 @@ class Learner:
                 seconds=self._seconds(),
             )
             ref = await self._session.store_blob(step, "state", checkpoint.encode())
+            if publish:
+                self._activator.traces[version] = trace
             await self._session.commit(
                 checkpoint,
                 ref,
@@ -570,7 +575,7 @@ class Learner:
         """What a person should know, empty when all is well."""
         if self._paused:
             return "paused by request"
-        parts = [self._activator.trouble] if self._activator.trouble else []
+        parts = [trouble for trouble in (self._session.trouble, self._activator.trouble) if trouble]
         if self._intake.failures:
             kinds = ", ".join(f"{number} {kind}" for kind, number in self._intake.failures.most_common(3))
             parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")

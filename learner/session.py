@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +23,12 @@ from learner.claim import Claim, replace_head
 
 log = logging.getLogger(__name__)
 
+BROKER_PATIENCE = 3600.0
+"""Seconds for which a write of the head waits for a broker that is away: the state of the run is safe meanwhile."""
+
+STORE_PATIENCE = 300.0
+"""Seconds for which a commit waits for a store that is away or full, before the learner gives up and says so."""
+
 
 class Session:
     """One epoch of one run."""
@@ -34,6 +41,8 @@ class Session:
         self._lock = asyncio.Lock()
         self.adapters: dict[int, AdapterRef] = {ref.version: ref for ref in claim.head.live}
         """Published versions by number, as far as anything still needs them."""
+        self.trouble = ""
+        """What keeps a commit from being made, for people."""
 
     @property
     def head(self) -> Head:
@@ -48,7 +57,7 @@ class Session:
         async with self._lock:
             head = replace_head(self._head, **changes)
             try:
-                self._revision = await self._registry.set_head(head, self._revision)
+                self._revision = await self._registry.set_head(head, self._revision, patience=BROKER_PATIENCE)
             except RegistryConflict as error:
                 found = await self._registry.head(self.run)
                 now = f"epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}" if found else "deleted"
@@ -73,7 +82,7 @@ class Session:
     async def offer(self, version: int, step: int, weights: bytes, trace: Mapping[str, str]) -> AdapterRef:
         """Store the adapter of a version to come and show it to replicas, ahead of its commit."""
         prefix = names.adapter_prefix(self.run, self._head.incarnation, version)
-        blob = await self._store.put(prefix, weights)
+        blob = await self._put(prefix, weights)
         ref = AdapterRef(
             version=version,
             name=names.adapter_name(self.run, version, blob.sha256),
@@ -93,7 +102,23 @@ class Session:
     async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
         """Store a part of a step's checkpoint."""
         prefix = names.checkpoint_prefix(self.run, self._head.incarnation, step)
-        return await self._store.put(f"{prefix}/{part}", data)
+        return await self._put(f"{prefix}/{part}", data)
+
+    async def _put(self, prefix: str, data: bytes) -> BlobRef:
+        """Store an object; a store that is away or full is waited for, and that is said. In the end raises StoreError."""
+        deadline = time.monotonic() + STORE_PATIENCE
+        while True:
+            try:
+                ref = await self._store.put(prefix, data)
+            except StoreError as error:
+                if time.monotonic() > deadline:
+                    raise
+                self.trouble = f"the commit waits for the store: {error}"
+                log.warning("%s", self.trouble)
+                await asyncio.sleep(2.0)
+                continue
+            self.trouble = ""
+            return ref
 
     async def commit(
         self,

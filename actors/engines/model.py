@@ -19,6 +19,10 @@ PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.0
 """How far, relative to their norm, our logits may lie from the model's own at the start. Wrong attention is off by
 tens of percent; half precision rounds differently with every kernel."""
 
+FEW_ROWS = range(6, 65)
+"""For how many rows a linear layer multiplies from the left (`_FewRowsLinear`), from timings with weights that do not
+fit into the CPU's caches."""
+
 
 class PolicyModel:
     """A causal language model, its adapters, and one method: the logits of a step.
@@ -81,7 +85,9 @@ class PolicyModel:
             raise ModelError(f"{directory} cannot be loaded as a causal language model: {error}") from error
         model.requires_grad_(False).eval().to(self.device)
         if self.device.type == "cpu":
-            _transpose_weights(model)
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.__class__ = _FewRowsLinear
         return model
 
     def _measure(self) -> CacheShape:
@@ -132,13 +138,17 @@ class _Probe(Part):
         out.zero_()
 
 
-def _transpose_weights(model: Any) -> None:
-    """Lay the linear layers' weights out by columns; their values and shapes stay.
+class _FewRowsLinear(nn.Linear):
+    """A linear layer that multiplies from the left, `weight @ input.T`, when the batch has few rows.
 
-    The CPU's matrix product is up to twice as fast that way for the few rows of a decode step, and as fast for many.
-    The output layer stays: it may be tied to the embedding, which reads rows.
+    For the rows of a decode step the CPU's matrix product is up to a third faster that way around.
     """
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            module.weight.data = module.weight.data.T.contiguous().T
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self.in_features
+        if rows not in FEW_ROWS:
+            return super().forward(input)
+        output = (self.weight @ input.reshape(rows, -1).T).T.contiguous()
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*input.shape[:-1], -1)

@@ -307,7 +307,7 @@ def test_publishing_loading_and_activating_hang_under_their_step(run: Run) -> No
         assert root is last
 
 
-# ------------------------------------------------------------------------------------------- interrupted, and begun anew
+# ------------------------------------------------------------------------------------------ interrupted, and begun anew
 
 
 def test_an_interrupted_run_leaves_no_process_and_goes_on_where_it_stopped(home: Home, tiny_model: Path) -> None:
