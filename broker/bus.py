@@ -188,6 +188,8 @@ class Bus:
 
         async def on_error(error: Exception) -> None:
             problems.append(str(error) or type(error).__name__)
+            if client.is_connecting and "uthorization" in problems[-1]:
+                raise PermissionError(problems[-1])  # leaves connect(): the same credentials are refused every time
             if bus.client.is_connected and len(bus.errors) < 100:
                 bus.errors.append(str(error))
                 log.warning("nats: %s", error)
@@ -216,6 +218,7 @@ class Bus:
                     disconnected_cb=on_disconnect,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
+            bus._closing = True
             with contextlib.suppress(Exception):
                 await client.close()
             reason = problems[-1] if problems else str(error) or "no answer"

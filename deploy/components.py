@@ -31,6 +31,7 @@ class ActorOptions:
     dtype: str
     adapter_slots: int
     max_inflight: int
+    cache_tokens: int
     threads: int | None
     code: Sequence[Path]
     no_engine: bool
@@ -85,6 +86,7 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
                 dtype=options.dtype,
                 adapter_slots=options.adapter_slots,
                 max_batch=options.max_inflight,
+                cache_tokens=options.cache_tokens,
                 threads=options.threads,
             )
             await engine.start()

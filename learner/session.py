@@ -105,7 +105,7 @@ class Session:
         return await self._put(f"{prefix}/{part}", data)
 
     async def _put(self, prefix: str, data: bytes) -> BlobRef:
-        """Store an object; a store that is away or full is waited for, and that is said. In the end raises StoreError."""
+        """Store an object. A store that is away or full is waited for, and that is said; in the end StoreError."""
         deadline = time.monotonic() + STORE_PATIENCE
         while True:
             try:

@@ -36,7 +36,7 @@ class Ended:
 class Command:
     """A command that runs."""
 
-    def __init__(self, arguments: list[str], *, home: Path, log: Path, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(self, arguments: list[str], *, home: Path, log: Path) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = psutil.Popen(
@@ -46,7 +46,6 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                preexec_fn=(lambda: _limit(limits)) if limits else None,
             )
 
     @property
@@ -108,16 +107,16 @@ class Home:
         self._started: list[Command] = []
         directory.mkdir(parents=True, exist_ok=True)
 
-    def start(self, *arguments: object, limits: Mapping[int, int] | None = None) -> Command:
-        """Start `farflung` with `arguments`; `limits` are resource limits (RLIMIT_...)."""
+    def start(self, *arguments: object) -> Command:
+        """Start `farflung` with `arguments`."""
         log = self.directory / f"command-{len(self._started)}"
-        command = Command([str(argument) for argument in arguments], home=self.directory, log=log, limits=limits)
+        command = Command([str(argument) for argument in arguments], home=self.directory, log=log)
         self._started.append(command)
         return command
 
-    def farflung(self, *arguments: object, limits: Mapping[int, int] | None = None) -> Ended:
+    def farflung(self, *arguments: object) -> Ended:
         """Run `farflung` with `arguments` to its end."""
-        return self.start(*arguments, limits=limits).wait()
+        return self.start(*arguments).wait()
 
     def close(self) -> None:
         """End whatever a failed test left running."""
@@ -163,13 +162,6 @@ def _value(value: object) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     return json.dumps(value)
-
-
-def _limit(limits: Mapping[int, int]) -> None:
-    import resource
-
-    for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
 
 
 def read_steps(run_directory: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.0
 tens of percent; half precision rounds differently with every kernel."""
 
 FEW_ROWS = range(6, 65)
-"""For how many rows a linear layer multiplies from the left (`_FewRowsLinear`), from timings with weights that do not
+"""For how many rows a linear layer multiplies from the left (`FewRowsLinear`), from timings with weights that do not
 fit into the CPU's caches."""
 
 
@@ -87,7 +87,7 @@ class PolicyModel:
         if self.device.type == "cpu":
             for module in model.modules():
                 if type(module) is nn.Linear:
-                    module.__class__ = _FewRowsLinear
+                    module.__class__ = FewRowsLinear
         return model
 
     def _measure(self) -> CacheShape:
@@ -138,7 +138,7 @@ class _Probe(Part):
         out.zero_()
 
 
-class _FewRowsLinear(nn.Linear):
+class FewRowsLinear(nn.Linear):
     """A linear layer that multiplies from the left, `weight @ input.T`, when the batch has few rows.
 
     For the rows of a decode step the CPU's matrix product is up to a third faster that way around.

@@ -22,7 +22,7 @@ from actors.engines.base import Generation, Sampling
 from actors.engines.batcher import Batcher, Sequence
 from actors.engines.embedded import UNHEALTHY_AFTER, EmbeddedEngine
 from actors.engines.lora import AdapterReader
-from actors.engines.model import PolicyModel
+from actors.engines.model import FewRowsLinear, PolicyModel
 from actors.engines.prefixes import PrefixStore
 from actors.engines.sampler import sample
 from broker.errors import (
@@ -278,6 +278,15 @@ def test_a_sliding_window_is_respected(tmp_path: Path) -> None:
     unlimited = AutoModelForCausalLM.from_pretrained(tmp_path / "windowed", sliding_window=None).eval()
     reference.models[None] = unlimited
     assert np.abs(result.logprobs - reference.logprobs(result, sequence.prompt)).max() > 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 6, 64, 65])
+def test_the_linear_layer_for_few_rows_computes_what_a_linear_layer_does(rows: int) -> None:
+    layer = torch.nn.Linear(48, 80)
+    tokens = torch.randn(1, rows, 48, generator=torch.Generator().manual_seed(0))
+    expected = layer(tokens)
+    layer.__class__ = FewRowsLinear
+    torch.testing.assert_close(layer(tokens), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
