@@ -192,9 +192,7 @@ def router(fleet: str | None, **options: Any) -> None:
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
 @click.option("--adapter-slots", default=8, show_default=True, help="Adapters the engine holds at once.")
 @click.option("--max-inflight", default=64, show_default=True, help="Episodes to run at once.")
-@click.option(
-    "--cache-tokens", default=16384, show_default=True, help="Tokens of KV cache for running requests, and as many kept."
-)
+@click.option("--cache-tokens", default=16384, show_default=True, help="KV cache for running requests, in tokens.")
 @click.option("--threads", type=int, help="CPU threads for the engine. Default: all cores.")
 @click.option(
     "--code",
