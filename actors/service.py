@@ -25,6 +25,7 @@ from actors.workload import Workload, Workloads
 from broker import names
 from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
 from broker.chat import ChatTokenizer
+from broker.ending import end
 from broker.errors import FarflungError, MalformedMessage, StoreError
 from broker.messages import (
     BlobRef,
@@ -135,9 +136,7 @@ class Actor:
             log.info("actor %s works for fleet %s", self.id, self.fleet)
             await asyncio.gather(self._announce(), self._lease_tasks())
         finally:
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end(*self._tasks)
             await self._heads.close()
             await self._roster.close()
             await self._registry.remove_node(self.id)

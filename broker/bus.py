@@ -222,7 +222,9 @@ class Bus:
             with contextlib.suppress(Exception):
                 await client.close()
             reason = problems[-1] if problems else str(error) or "no answer"
-            hint = "check the user and password" if "uthorization" in reason else "check the URL and the server"
+            # A server that refuses the credentials hangs up at once, at times before its reason has been read.
+            refused = "uthorization" in reason or "reset by peer" in reason
+            hint = "check the user and password" if refused else "check the URL and the server"
             raise ConnectionFailed(f"NATS at {shown} refused the connection: {reason}; {hint}") from error
         _set_user_timeout(client)
         return bus

@@ -21,6 +21,7 @@ from nats.js.kv import KeyValue
 
 from broker import names
 from broker.bus import WRONG_LAST_SEQUENCE, Bus
+from broker.ending import end
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
 from broker.messages import Control, Head, Message, Node, VersionRecord, decode
 
@@ -135,9 +136,7 @@ class Watch:
         self._task = asyncio.create_task(self._follow(), name=f"watch-{bucket.name}")
 
     async def close(self) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end(self._task)
 
     async def _follow(self) -> None:
         while True:

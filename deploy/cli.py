@@ -94,7 +94,9 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object, as the last line.")
 @click.option("--nats", envvar="FARFLUNG_NATS", help="Use this NATS server, not an embedded one.")
 @click.option("--s3", envvar="FARFLUNG_S3", help="Use this S3 store, not an embedded one.")
-def up(config: Path, directory: Path | None, restart: bool, as_json: bool, nats: str | None, s3: str | None) -> None:
+@click.option("--threads-learner", type=int, help="CPU threads of the learner. Default: a fair share of the cores.")
+@click.option("--threads-actor", type=int, help="CPU threads of each actor. Default: a fair share of the cores.")
+def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> None:
     """Run a whole training job on this machine: servers, router, actors, learner.
 
     Ctrl-C stops it; the same command goes on where it stopped.
@@ -106,7 +108,7 @@ def up(config: Path, directory: Path | None, restart: bool, as_json: bool, nats:
 
     spec = configuration.load(config)
     directory = directory or Path("runs") / spec.run.name
-    options = UpOptions(config, directory.resolve(), nats, s3, restart, as_json)
+    options = UpOptions(config, directory.resolve(), **given)
     console = Console(stderr=as_json, highlight=False)
     summary: dict[str, Any] = {}
 

@@ -24,6 +24,9 @@ from observability import logs, tracing
 
 log = logging.getLogger(__name__)
 
+CANCEL_AGAIN_SECONDS = 5.0
+"""A component that has not ended this long after a signal is cancelled again; `broker.ending` tells why."""
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -82,11 +85,17 @@ async def _guarded(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     task = asyncio.ensure_future(main())
     received: list[int] = []
 
+    loop = asyncio.get_running_loop()
+
     def stop(number: int) -> None:
         received.append(number)
-        task.cancel()
+        cancel()
 
-    loop = asyncio.get_running_loop()
+    def cancel() -> None:
+        if not task.done():
+            task.cancel()
+            loop.call_later(CANCEL_AGAIN_SECONDS, cancel)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     try:

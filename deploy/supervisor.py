@@ -55,9 +55,8 @@ class UpOptions:
     nats: str | None
     s3: str | None
     restart: bool
-    as_json: bool
-    threads_learner: int | None = None
-    threads_actor: int | None = None
+    threads_learner: int | None
+    threads_actor: int | None
 
 
 class Up:

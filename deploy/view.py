@@ -60,7 +60,7 @@ def time_left(snapshot: Snapshot) -> str:
 
 def _left(seconds: float, snapshot: Snapshot) -> str:
     if seconds <= 0:
-        return "unknown yet" if snapshot.gauge("step") < 1 else "nothing"
+        return "unknown yet" if snapshot.head.step < 1 else "nothing"
     target = snapshot.head.spec.get("run", {}).get("target_reward")
     return f"{'at most ' if target is not None else ''}{duration(seconds)}"
 

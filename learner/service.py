@@ -23,6 +23,7 @@ from broker import names
 from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
+from broker.ending import end
 from broker.errors import Fenced, RegistryConflict, RunFailed
 from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
@@ -201,7 +202,7 @@ class Learner:
             self._policy = await self._in_thread(self._load_policy)
             await self._restore()
         finally:
-            announcing.cancel()
+            await end(announcing)
         head = self._session.head
         self._feeder = Feeder(self._bus, self._source, self.spec, self._ledger, head)
         await self._adopt(run)
@@ -310,9 +311,7 @@ class Learner:
                     await self._raise_cause(task.exception())
             return training.result()
         finally:
-            for task in [training, *others]:
-                task.cancel()
-            await asyncio.gather(training, *others, return_exceptions=True)
+            await end(training, *others)
 
     async def _raise_cause(self, error: BaseException | None) -> None:
         """A consumer that is gone, or a lost compare-and-set, mean another epoch: say that."""
