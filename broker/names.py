@@ -35,6 +35,11 @@ def dead_subject(component: str) -> str:
 ACTORS_CONSUMER = "actors"
 
 
+def given_up_subject(run: str) -> str:
+    """Where the broker says that it will deliver a task no more: its deliveries are used up."""
+    return f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{tasks_stream(run)}.{ACTORS_CONSUMER}"
+
+
 def learner_consumer(run: str, epoch: int) -> str:
     return f"learner-{run}-e{epoch}"
 

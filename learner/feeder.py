@@ -38,6 +38,8 @@ class Feeder:
         self._epoch = head.epoch
         self._again = 0
         self.spans: dict[str, Span] = {}
+        self.trouble = ""
+        """Why a task cannot be issued now, for people."""
 
     @property
     def _run(self) -> str:
@@ -94,9 +96,11 @@ class Feeder:
                     subject, task, id=f"{group}.e{self._epoch}{suffix}", headers=tracing.headers(span)
                 )
             except (ConnectionFailed, StoreError, StreamFull) as error:
+                self.trouble = f"a task cannot be issued: {error}"
                 log.warning("task %s not issued yet: %s", group, error)
                 await asyncio.sleep(1.0)
                 continue
+            self.trouble = ""
             return
 
     def end(self, group: str, outcome: str) -> None:

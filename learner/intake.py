@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from broker.bus import Bus, Delivery, Puller
 from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing, StoreError
-from broker.messages import BlobRef, GroupFailed, GroupReady, decode_one_of
+from broker.messages import BlobRef, FailureKind, GroupFailed, GroupReady, decode_one_of
 from broker.store import Store
 from broker.trajectories import Group
 from learner.buffer import Buffer, Held
@@ -116,11 +116,15 @@ class Intake:
         if message.failure == "stale":
             self.close(message.group, "dropped", message.lengths)
             return
-        self.failed_in_a_row += 1
-        self.failures[message.failure] += 1
-        self.last_failure = f"{message.failure}: {message.reason}"
+        self.note_failure(message.failure, message.reason)
         log.warning("group %s failed on %s (%s)", message.group, message.actor, self.last_failure)
         self.close(message.group, "failed", message.lengths)
+
+    def note_failure(self, failure: FailureKind, reason: str) -> None:
+        """Count a failed group: by kind, and in a row."""
+        self.failed_in_a_row += 1
+        self.failures[failure] += 1
+        self.last_failure = f"{failure}: {reason}"
 
     async def _take_group(self, ready: GroupReady, delivery: Delivery) -> None:
         self._fetching.add(ready.group)

@@ -1,4 +1,4 @@
-"""The janitor: expires what nothing was heard of, removes what retention says may go, and notices a newer epoch."""
+"""The janitor: closes what nobody answers, removes what retention says may go, and notices a newer epoch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection
 
 import nats.errors
 import nats.js.errors
+from nats.aio.msg import Msg
 
 from broker import names
-from broker.bus import Bus
+from broker.bus import MAX_DELIVERIES, Bus, advisory_sequence
 from broker.errors import ConnectionFailed, Fenced, StoreError
 from broker.runspec import RunSpec
 from broker.store import Store
-from learner.ledger import Ledger
+from learner.ledger import Ledger, Outcome
 from learner.session import Session
 from learner.sweep import groups_prefix, removable_groups, removable_versions
 
@@ -57,7 +58,7 @@ class Janitor:
         ledger: Ledger,
         spec: RunSpec,
         *,
-        on_expired: Callable[[str], None],
+        on_unanswered: Callable[[str, Outcome, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -65,13 +66,15 @@ class Janitor:
         self._session = session
         self._ledger = ledger
         self._spec = spec
-        self._expired = on_expired
+        self._unanswered = on_unanswered
         self._clock = clock
         self._leases = Leases(OVERDUE_FACTOR * spec.environment.group_timeout)
         self._swept = clock()
 
     async def run(self) -> None:
         """Look after the run until cancelled. Raises Fenced when another epoch has begun."""
+        # The advisory is not stored: one that comes while nobody listens is made up for by the lease's overdue limit.
+        await self._bus.subscribe(names.given_up_subject(self._session.run), self._on_given_up)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -105,16 +108,28 @@ class Janitor:
         # Tasks are delivered in the order they were issued: the last `num_pending` of them still wait.
         leased = unanswered[: max(0, len(unanswered) - int(info.num_pending or 0))]
         for group in self._leases.observe(leased, self._clock()):
-            await self._expire(group, stream)
+            message = await self._bus.jetstream.get_last_msg(stream, names.task_subject(run, group))
+            reason = "nothing was heard of it since it was leased, for twice group_timeout"
+            await self._close(group, "expired", reason, message.data or b"")
 
-    async def _expire(self, group: str, stream: str) -> None:
+    async def _on_given_up(self, message: Msg) -> None:
+        """The broker delivers a task no more: every actor that had it died with it or gave it back."""
+        sequence = advisory_sequence(message.data)
+        if sequence is None:
+            return
+        with contextlib.suppress(nats.errors.Error, TimeoutError):
+            task = await self._bus.jetstream.get_msg(names.tasks_stream(self._session.run), sequence)
+            group = (task.subject or "").rsplit(".", 1)[-1]
+            reason = f"{MAX_DELIVERIES} actors had its task, and each died with it or gave it back"
+            await self._close(group, "failed", reason, task.data or b"")
+
+    async def _close(self, group: str, outcome: Outcome, reason: str, task: bytes) -> None:
+        """Close a group nobody answers, and dead-letter its task. A late answer finds it closed."""
+        log.warning("group %s is closed as %s: %s", group, outcome, reason)
         subject = names.task_subject(self._session.run, group)
-        reason = "nothing was heard of it since it was leased, for twice group_timeout"
-        log.warning("group %s is closed as expired: %s", group, reason)
-        message = await self._bus.jetstream.get_last_msg(stream, subject)
-        self._expired(group)
-        await self._bus.jetstream.purge_stream(stream, subject=subject)
-        await self._bus.dead_letter(subject, message.data or b"", reason)
+        self._unanswered(group, outcome, reason)
+        await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
+        await self._bus.dead_letter(subject, task, reason)
 
     async def _sweep(self) -> None:
         """Remove objects by the retention the user set. A store that is away is swept another time."""

@@ -40,7 +40,7 @@ from learner.credit import CreditRule
 from learner.feeder import Feeder
 from learner.intake import Intake
 from learner.janitor import Janitor
-from learner.ledger import Ledger
+from learner.ledger import Ledger, Outcome
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
@@ -231,7 +231,7 @@ class Learner:
             self._session,
             self._ledger,
             self.spec,
-            on_expired=self._on_expired,
+            on_unanswered=self._on_unanswered,
             clock=self._clock,
         )
         self._began = self._clock()
@@ -492,9 +492,11 @@ class Learner:
         if hasattr(self, "_activator"):
             self._activator.wake.set()
 
-    def _on_expired(self, group: str) -> None:
-        self._intake.close(group, "expired", [])
-        self._credit_changed.set()
+    def _on_unanswered(self, group: str, outcome: Outcome, reason: str) -> None:
+        if outcome == "failed":
+            self._intake.note_failure("task", reason)
+        self._intake.close(group, outcome, [])
+        self._on_group()
 
     def _on_group(self) -> None:
         self._groups_changed.set()
@@ -570,11 +572,14 @@ class Learner:
             **({"farflung.learner.tokens_per_second": self._last["tokens_per_second"]} if self._last else {}),
         }
 
+    def _troubles(self) -> tuple[str, ...]:
+        return self._session.trouble, self._feeder.trouble, self._activator.trouble
+
     def _trouble(self) -> str:
         """What a person should know, empty when all is well."""
         if self._paused:
             return "paused by request"
-        parts = [trouble for trouble in (self._session.trouble, self._activator.trouble) if trouble]
+        parts = [trouble for trouble in self._troubles() if trouble]
         if self._intake.failures:
             kinds = ", ".join(f"{number} {kind}" for kind, number in self._intake.failures.most_common(3))
             parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")

@@ -9,10 +9,12 @@ import pytest
 
 from broker import names
 from broker.bus import (
+    MAX_DELIVERIES,
     Bus,
     ConsumerGone,
     StreamFull,
     actors_consumer,
+    advisory_sequence,
     dead_config,
     groups_config,
     learner_consumer,
@@ -187,3 +189,22 @@ async def test_wrong_credentials_are_told_without_the_password(nats_server: Serv
     with pytest.raises(ConnectionFailed, match="check the user and password") as caught:
         await Bus.connect(url, "test", timeout=3)
     assert "wrong" not in str(caught.value)
+
+
+async def test_a_task_that_uses_up_its_deliveries_is_told_of(bus: Bus) -> None:
+    await bus.ensure_stream(tasks_config("giveup"))
+    told: list[int | None] = []
+
+    async def note(message: object) -> None:
+        told.append(advisory_sequence(message.data))  # type: ignore[attr-defined]
+
+    await bus.subscribe(names.given_up_subject("giveup"), note)
+    puller = await bus.puller(names.tasks_stream("giveup"), actors_consumer())
+    receipt = await bus.publish(names.task_subject("giveup", "g"), task("g"), id="a")
+    for _ in range(MAX_DELIVERIES):
+        [delivery] = await puller.fetch(1, 5)
+        await delivery.release()
+    assert await puller.fetch(1, 0.5) == []
+    await until(lambda: told == [receipt.sequence])
+    kept = await bus.jetstream.get_msg(names.tasks_stream("giveup"), receipt.sequence)
+    assert kept.subject == names.task_subject("giveup", "g"), "it stays in the queue until somebody closes it"
