@@ -33,7 +33,7 @@ NOBODY_SECONDS = 0.5
 """When nobody listens at all, the next try comes after this long."""
 
 PATIENCE_SECONDS = 300.0
-"""How long refusals and silence of routers are put up with before the episode fails."""
+"""How long refusals, or that no router is there, are put up with before the episode fails."""
 
 
 class Generator:
@@ -69,9 +69,14 @@ class Generator:
             future.set_result(answer)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """The first answer to `request`. Raises GenerationError; cancels the request in the engine when cancelled."""
+        """The first answer to `request`. Raises GenerationError; whatever ends it otherwise cancels the request.
+
+        A request that a router took may take as long as it takes; only refusals and the absence of routers are put up
+        with for a bounded time.
+        """
         token = request.id.rsplit(".", 1)[-1]
         began = self._clock()
+        trouble_since: float | None = None
         with tracing.span("generate", request=request.id, group=request.group, version=request.version):
             headers = tracing.headers()
             try:
@@ -80,18 +85,21 @@ class Generator:
                     if isinstance(answer, GenerateReply):
                         metrics.record("farflung.generate.seconds", self._clock() - began)
                         return answer
+                    if answer == "silence":
+                        trouble_since = None
+                        continue
+                    reason = answer.reason if isinstance(answer, GenerateRefused) else "no router is there"
                     if isinstance(answer, GenerateRefused):
                         if answer.code == "prompt_too_long":
                             raise PromptTooLong(answer.reason)
                         if not answer.retryable:
                             raise GenerationError(answer.reason, retryable=False)
                         log.info("generation refused by %s, asking again: %s", answer.source, answer.reason)
-                    if self._clock() - began > PATIENCE_SECONDS:
-                        reason = answer.reason if isinstance(answer, GenerateRefused) else "no router answers"
-                        raise GenerationError(f"no continuation within {PATIENCE_SECONDS:.0f} s: {reason}")
-                    if answer != "silence":
-                        await asyncio.sleep(NOBODY_SECONDS)
-            except asyncio.CancelledError:
+                    trouble_since = self._clock() if trouble_since is None else trouble_since
+                    if self._clock() - trouble_since > PATIENCE_SECONDS:
+                        raise GenerationError(f"no continuation for {PATIENCE_SECONDS:.0f} s: {reason}")
+                    await asyncio.sleep(NOBODY_SECONDS)
+            except BaseException:
                 await self._cancel(request.id)
                 raise
             finally:

@@ -82,6 +82,14 @@ class Lease:
     sampled: dict[int, int] = field(default_factory=dict)
     """Tokens sampled so far, by episode."""
 
+    def answer_id(self, what: str) -> str:
+        """The id to publish an answer under.
+
+        The broker remembers ids after their messages are gone, so the id names this very delivery: an answer to a
+        task that was issued again must not pass for a repetition of the first.
+        """
+        return f"{self.task.group}:{self.delivery.sequence}.{self.delivery.attempt}:{what}"
+
 
 class Actor:
     """Runs episodes for every run of its fleet."""
@@ -224,8 +232,9 @@ class Actor:
         try:
             task = decode(delivery.data, Task)
         except MalformedMessage as error:
+            # Given back, not acknowledged: once its deliveries are used up, the learner closes the group.
             await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
-            await delivery.ack()
+            await delivery.release()
             return
         head = self._heads.heads.get(task.run)
         workload = self._workloads.of(head) if head is not None else None
@@ -246,12 +255,6 @@ class Actor:
         task = lease.task
         heartbeat = asyncio.create_task(self._keep(lease.delivery))
         try:
-            tracing.begin(
-                "task queue",
-                parent=lease.delivery.headers,
-                start_ns=int(lease.delivery.published * 1e9),
-                group=task.group,
-            ).end()
             with tracing.span("actor", parent=lease.delivery.headers, group=task.group, actor=self.id):
                 answer, id = await self._answer(lease)
                 if answer is not None:
@@ -287,9 +290,13 @@ class Actor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._news.wait()
-        if head is not None:
-            lease.version = head.active
-            lease.adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
+        if head is None:
+            raise StoreError(f"run {lease.task.run} is gone")
+        lease.version = head.active
+        lease.adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
+        if head.active > 0 and lease.adapter is None:
+            # The base model must never answer in an adapter's place.
+            raise StoreError(f"version {head.active} of run {lease.task.run} is active but its adapter is not named")
 
     async def _keep(self, delivery: Delivery) -> None:
         while True:
@@ -319,24 +326,21 @@ class Actor:
             raise
         if lease.stale:
             reason = f"version {lease.version} fell too far behind while the group ran"
-            return self._failed(lease, "stale", reason, {}), f"{task.group}:stale:{lease.version}"
+            return self._failed(lease, "stale", reason, {}), lease.answer_id("stale")
         if lease.work.cancelled():
             reason = "its generation was cancelled"
-            return self._failed(lease, "generation", reason, {}), f"{task.group}:cancelled:{lease.delivery.attempt}"
+            return self._failed(lease, "generation", reason, {}), lease.answer_id("cancelled")
         try:
             outcome = lease.work.result()
         except Exception as error:
             log.exception("group %s failed unexpectedly", task.group)
             reason = f"{type(error).__name__}: {error}"
-            return self._failed(lease, "task", reason, {}), f"{task.group}:failed:{self.id}:{lease.delivery.attempt}"
+            return self._failed(lease, "task", reason, {}), lease.answer_id("failed")
         self._count(outcome)
         if len(outcome.episodes) < min(spec.min_group_size, task.group_size):
             category, reason = outcome.main_failure()
             reason = f"{len(outcome.failures)} of {task.group_size} episodes failed: {reason}"
-            return (
-                self._failed(lease, category, reason, outcome.seconds),
-                f"{task.group}:failed:{self.id}:{lease.delivery.attempt}",
-            )
+            return self._failed(lease, category, reason, outcome.seconds), lease.answer_id("failed")
         return await self._store_group(lease, outcome)
 
     async def _store_group(self, lease: Lease, outcome: GroupOutcome) -> tuple[GroupReady, str]:
@@ -371,7 +375,7 @@ class Actor:
             seconds={**outcome.seconds, "store": self._clock() - began, "group": self._clock() - lease.began},
             actor=self.id,
         )
-        return ready, f"{task.group}:{ref.sha256[:16]}"
+        return ready, lease.answer_id(ref.sha256[:16])
 
     async def _put(self, lease: Lease, data: bytes) -> BlobRef:
         """Store a group. A store that is away or full is waited for, with the lease kept: what was sampled counts."""

@@ -29,21 +29,22 @@ class Workload:
 
 
 class Workloads:
-    """The workloads of an actor, prepared once per incarnation. A run it cannot work for is left alone, and said."""
+    """The workloads of an actor, prepared once per epoch of a run. A run it cannot work for is left alone, and said."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = roots
         self._ready: dict[str, Workload] = {}
         self.refused: dict[str, str] = {}
         """Runs this actor takes no tasks of, with the reason."""
-        self._judged: dict[str, str] = {}
+        self._judged: dict[str, tuple[str, int]] = {}
         self.code: dict[str, str] = {}
         """Source hashes of the code in use."""
 
     def of(self, head: Head) -> Workload | None:
         """The workload of `head`'s run, None when this actor cannot work for it."""
-        if self._judged.get(head.run) != head.incarnation:
-            self._judged[head.run] = head.incarnation
+        # A learner that resumes may bring a changed configuration or mended code: each epoch is judged anew.
+        if self._judged.get(head.run) != (head.incarnation, head.epoch):
+            self._judged[head.run] = (head.incarnation, head.epoch)
             self._ready.pop(head.run, None)
             self.refused.pop(head.run, None)
             try:

@@ -80,9 +80,9 @@ class Delivery:
         return int(self._message.metadata.num_delivered or 1)
 
     @property
-    def published(self) -> float:
-        """When the broker stored it, in seconds since the epoch by the broker's clock."""
-        return float(self._message.metadata.timestamp.timestamp())
+    def sequence(self) -> int:
+        """Its place in the stream: no two messages of a stream share one."""
+        return int(self._message.metadata.sequence.stream)
 
     async def ack(self, timeout: float = 5.0) -> bool:
         """Acknowledge and wait for the broker to agree; tells whether it did."""
@@ -424,6 +424,12 @@ ACK_WAIT = 30.0
 HEARTBEAT = 10.0
 """How often the holder of a lease gives a sign of life."""
 
+HOLD_WAIT = 300.0
+"""A group that a learner holds is delivered again after this long without a sign of life."""
+
+HOLD_HEARTBEAT = 60.0
+"""How often a learner gives a sign of life for every group it holds."""
+
 MAX_DELIVERIES = 5
 """A task that killed this many actors is not given to another."""
 
@@ -440,12 +446,12 @@ def actors_consumer(ack_wait: float = ACK_WAIT) -> ConsumerConfig:
     )
 
 
-def learner_consumer(run: str, epoch: int) -> ConsumerConfig:
+def learner_consumer(run: str, incarnation: str, epoch: int) -> ConsumerConfig:
     """The consumer of one learner's epoch: deliveries are held until the commit that closes their groups."""
     return ConsumerConfig(
-        durable_name=names.learner_consumer(run, epoch),
+        durable_name=names.learner_consumer(run, incarnation, epoch),
         ack_policy=AckPolicy.EXPLICIT,
-        ack_wait=3600.0,
+        ack_wait=HOLD_WAIT,
         max_ack_pending=20_000,
         max_waiting=4096,
     )
@@ -453,8 +459,8 @@ def learner_consumer(run: str, epoch: int) -> ConsumerConfig:
 
 def without_password(url: str) -> str:
     """`url` with whatever stands before the @ removed, for messages and logs."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[-1]).geturl() if parts.netloc else url
+    scheme, separator, rest = url.rpartition("://")
+    return scheme + separator + rest.rpartition("@")[2]
 
 
 async def _reach(url: str, timeout: float) -> None:

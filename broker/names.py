@@ -40,8 +40,8 @@ def given_up_subject(run: str) -> str:
     return f"$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.{tasks_stream(run)}.{ACTORS_CONSUMER}"
 
 
-def learner_consumer(run: str, epoch: int) -> str:
-    return f"learner-{run}-e{epoch}"
+def learner_consumer(run: str, incarnation: str, epoch: int) -> str:
+    return f"learner-{run}-{incarnation}-e{epoch}"
 
 
 def generate_subject(fleet: str) -> str:

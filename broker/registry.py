@@ -201,7 +201,7 @@ class Registry:
                     bucket=names.NODES_BUCKET,
                     history=1,
                     ttl=PRESENCE_TTL,
-                    storage=StorageType.MEMORY,
+                    storage=StorageType.FILE,
                     replicas=replicas,
                 )
             )
@@ -236,13 +236,15 @@ class Registry:
                 found.append(decode(entry.value, VersionRecord))
         return found
 
-    async def put_version(self, record: VersionRecord) -> None:
-        """Write a version record, unless a later epoch or incarnation has written it. Raises RegistryConflict then."""
+    async def put_version(self, record: VersionRecord, *, patience: float = 60.0) -> None:
+        """Write a version record, unless a later epoch has written it. Raises RegistryConflict then."""
         key = names.version_key(record.run, record.adapter.version)
-        entry = await self.runs.get(key)
-        if entry is not None and decode(entry.value, VersionRecord).epoch > record.epoch:
-            raise RegistryConflict(f"{key} was written by a later epoch")
-        await self.runs.compare_and_set(key, record.encode(), entry.revision if entry else 0)
+        entry = await self.runs.get(key, patience=patience)
+        if entry is not None:
+            there = decode(entry.value, VersionRecord)
+            if there.epoch > record.epoch or (there.epoch == record.epoch and there.incarnation != record.incarnation):
+                raise RegistryConflict(f"{key} was written by another epoch, {there.epoch} of {there.incarnation}")
+        await self.runs.compare_and_set(key, record.encode(), entry.revision if entry else 0, patience=patience)
 
     async def control(self, run: str) -> Control | None:
         entry = await self.runs.get(names.control_key(run))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from minio.error import InvalidResponseError, MinioException, S3Error
 
 from broker.errors import ConfigError, ConnectionFailed, ObjectCorrupt, ObjectMissing, StoreError
 from broker.messages import BlobRef
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -46,9 +49,8 @@ class StoreAddress:
         """Read a store URL; keys given apart from it win. Raises ConfigError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"{parts.hostname or url!r} is no S3 URL; expected http(s)://ACCESS:SECRET@host:port/bucket"
-            )
+            shown = url.rpartition("@")[2]
+            raise ConfigError(f"{shown!r} is no S3 URL; expected http(s)://ACCESS:SECRET@host:port/bucket")
         return cls(
             endpoint=parts.hostname + (f":{parts.port}" if parts.port else ""),
             secure=parts.scheme == "https",
@@ -132,6 +134,17 @@ class Store:
         if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
             raise ObjectCorrupt(f"{ref.key}: expected {ref.size} bytes with sha256 {ref.sha256}, got {len(data)} bytes")
         return data
+
+    async def get_patiently(self, ref: BlobRef) -> bytes:
+        """Like `get`, but a store that is away is waited for. Raises ObjectMissing or ObjectCorrupt."""
+        while True:
+            try:
+                return await self.get(ref)
+            except (ObjectMissing, ObjectCorrupt):
+                raise
+            except StoreError as error:
+                log.warning("waiting for the store: %s", error)
+                await asyncio.sleep(2.0)
 
     async def read(self, key: str) -> bytes:
         """The object's bytes, unverified. Raises ObjectMissing or StoreError."""

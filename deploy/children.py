@@ -70,6 +70,11 @@ class Child:
         self._next_start = 0.0
         self.exit_code: int | None = None
 
+    def forget(self, argument: str) -> None:
+        """From now on it is started without `argument`, which was for one start only."""
+        if argument in self._arguments:
+            self._arguments.remove(argument)
+
     def start(self) -> None:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = """Exit codes: 0 done, 1 unexpected error, 2 configuration or usage, 3 NATS or S3 not reachable or refusing,
 4 an embedded server did not start, 5 the run is held by another learner or cannot be continued, 6 the run failed,
-7 the sampled policy was not the recorded one, 8 the object store failed, 130 interrupted."""
+7 the sampled policy was not the recorded one, 8 the object store failed, 130 or 143 stopped by a signal."""
 
 
 def _version() -> str:

@@ -135,12 +135,19 @@ async def learner(connection: Connection, spec: RunSpec, id: str, options: Learn
 
 
 async def _only_head(registry: Registry, fleet: str | None = None) -> Head:
-    """The one run there is (of `fleet`, if named), so that nobody has to name it. Raises ConfigError otherwise."""
-    heads = [head for head in await registry.heads() if fleet is None or head.fleet == fleet]
+    """The one run there is (of `fleet`, if named), so that nobody has to name it; waits for the first one.
+
+    Raises ConfigError when there are several fleets to choose from.
+    """
+    said = False
+    while not (heads := [head for head in await registry.heads() if fleet is None or head.fleet == fleet]):
+        if not said:
+            log.info("no run yet; waiting for a learner to begin one (or name the fleet with --fleet and --model)")
+            said = True
+        await asyncio.sleep(1.0)
     fleets = sorted({head.fleet for head in heads})
     if len(fleets) != 1:
         raise ConfigError(
-            f"expected one fleet to choose from, found {', '.join(fleets) or 'no run yet'}; "
-            "name it with --fleet (and the model with --model)"
+            f"expected one fleet to choose from, found {', '.join(fleets)}; name it with --fleet (and --model)"
         )
     return heads[0]

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 CANCEL_AGAIN_SECONDS = 5.0
 """A component that has not ended this long after a signal is cancelled again; `broker.ending` tells why."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it; a component that SIGTERM stopped ends with 143."""
 
 
 def node_id(kind: str) -> str:
@@ -102,7 +102,7 @@ async def _guarded(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return await task
     except asyncio.CancelledError:
         log.info("stopped")
-        return INTERRUPTED if signal.SIGINT in received else 0
+        return 128 + (received[0] if received else signal.SIGTERM)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

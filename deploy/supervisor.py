@@ -21,7 +21,7 @@ from rich.live import Live
 
 from broker.bus import Bus
 from broker.chat import ChatTokenizer, prompt_ids
-from broker.errors import FarflungError, ServerError
+from broker.errors import ConfigError, FarflungError
 from broker.locks import file_lock
 from broker.messages import GenerateReply, GenerateRequest, decode_one_of, pack_ids, unpack_ids
 from broker.models import ModelFiles, resolve
@@ -187,13 +187,17 @@ class Up:
         if self._options.restart:
             (directory / STEP_LOG).unlink(missing_ok=True)
         self._new_steps()
+        before = await registry.head(self._spec.run.name)
         learner = self._spawn(directory)
         heads, roster = Heads(registry), Roster(registry)
         try:
             with self._display() as show:
                 while True:
                     await asyncio.sleep(REFRESH_SECONDS)
-                    show(self._snapshot(heads, roster))
+                    snapshot = self._snapshot(heads, roster)
+                    show(snapshot)
+                    if snapshot and (before is None or snapshot.head.incarnation != before[0].incarnation):
+                        learner.forget("--restart")  # it has begun anew: should it crash, it is to go on
                     code = self._tend(learner)
                     if code is not None:
                         show(self._snapshot(heads, roster))
@@ -214,8 +218,8 @@ class Up:
                 continue
             if child is learner and (code == 0 or code in LEARNER_VERDICTS):
                 return code
-            if code in (2,):
-                raise ServerError(f"{child.name} cannot run: {child.last_lines(1)}")
+            if code == ConfigError.exit_code:
+                raise ConfigError(f"{child.name} cannot run: {child.last_lines(1)}")
             self._say(f"{child.name} ended ({describe_exit(code)}), starting it again; see {child.log}")
         for server in self._servers:
             if server.poll() is not None:

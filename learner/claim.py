@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import RunConflict
+from broker.errors import RegistryConflict, RunConflict
 from broker.messages import Head, Node
 from broker.registry import Registry
 from broker.runspec import RunSpec
@@ -59,8 +59,7 @@ async def claim(
     found = await registry.head(spec.run.name)
     plain: dict[str, Any] = msgspec.to_builtins(spec)
     if found is None:
-        head = _new_head(spec, node, plain, code, fingerprint, epoch=1)
-        return Claim(head, await registry.set_head(head, 0), created=True)
+        return await _written(registry, _new_head(spec, node, plain, code, fingerprint, epoch=1), 0, created=True)
     old, revision = found
     holder = next((other for other in nodes if other.id == old.learner and not _died_here(other)), None)
     if holder is not None and not take_over:
@@ -70,7 +69,7 @@ async def claim(
         )
     if restart:
         head = _new_head(spec, node, plain, code, fingerprint, epoch=old.epoch + 1)
-        return Claim(head, await registry.set_head(head, revision), created=True)
+        return await _written(registry, head, revision, created=True)
     _check_same_run(old, plain, fingerprint)
     head = replace_head(
         old,
@@ -82,7 +81,16 @@ async def claim(
         code=code,
         max_staleness=spec.algorithm.max_staleness,
     )
-    return Claim(head, await registry.set_head(head, revision), created=False)
+    return await _written(registry, head, revision, created=False)
+
+
+async def _written(registry: Registry, head: Head, revision: int, *, created: bool) -> Claim:
+    try:
+        return Claim(head, await registry.set_head(head, revision), created=created)
+    except RegistryConflict as error:
+        raise RunConflict(
+            f"another learner claimed run {head.run} at the same moment; it goes on there, and this one is not needed"
+        ) from error
 
 
 def replace_head(head: Head, /, **changes: Any) -> Head:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from broker.bus import Bus, Delivery, Puller
-from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing, StoreError
+from broker.bus import HOLD_HEARTBEAT, Bus, Delivery, Puller
+from broker.ending import end
+from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing
 from broker.messages import BlobRef, FailureKind, GroupFailed, GroupReady, decode_one_of
 from broker.store import Store
 from broker.trajectories import Group
@@ -22,7 +23,7 @@ from learner.credit import CreditRule
 from learner.feeder import Feeder
 from learner.ledger import Ledger, Outcome
 from learner.session import Session
-from observability import metrics, tracing
+from observability import metrics
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Intake:
         self._feeder = feeder
         self._rule = rule
         self._changed = on_change
-        self._fetching: set[str] = set()
+        self._holding: dict[str, Delivery] = {}
+        """Groups in hand, from their arrival until a commit or a closing lets go of them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(FETCH_AT_ONCE)
         self.failed_in_a_row = 0
@@ -67,6 +69,7 @@ class Intake:
 
     async def run(self) -> None:
         """Receive until cancelled. Raises ConsumerGone when another epoch has begun."""
+        signs_of_life = asyncio.create_task(self._keep())
         try:
             while True:
                 for delivery in await self._puller.fetch(32, 2.0):
@@ -75,8 +78,19 @@ class Intake:
                     self._tasks.add(task)
                     task.add_done_callback(self._done)
         finally:
-            for task in list(self._tasks):
-                task.cancel()
+            await end(signs_of_life, *self._tasks)
+
+    async def _keep(self) -> None:
+        """What is held may be held for long (a pause, a slow step): keep the broker from delivering it again."""
+        while True:
+            await asyncio.sleep(HOLD_HEARTBEAT)
+            for delivery in list(self._holding.values()):
+                await delivery.in_progress()
+
+    def let_go(self, groups: Iterable[str]) -> None:
+        """These groups are closed and acknowledged."""
+        for group in groups:
+            self._holding.pop(group, None)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -90,13 +104,21 @@ class Intake:
             message = decode_one_of(delivery.data, GroupReady, GroupFailed)
         except MalformedMessage as error:
             await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
+            group = delivery.subject.rsplit(".", 1)[-1]
+            if self._ledger.is_open(group) and group not in self._holding:
+                self.note_failure("task", f"its answer cannot be read: {error}")
+                self.close(group, "failed", [])
             await delivery.ack()
             return
         if not isinstance(message, GroupReady | GroupFailed):
             return
         id = message.group
+        held = self._holding.get(id)
+        if held is not None and held.sequence == delivery.sequence:
+            await delivery.in_progress()  # the very message that is held: acknowledging it would give it up
+            return
         ours = message.incarnation == self._session.head.incarnation
-        if not ours or not self._ledger.is_open(id) or id in self._buffer or id in self._fetching:
+        if not ours or held is not None or not self._ledger.is_open(id):
             self._ledger.late += 1
             metrics.count("farflung.groups.late", 1, run=self._session.run)
             log.info("group %s came late, from %s", id, message.actor)
@@ -106,11 +128,19 @@ class Intake:
             self._take_failure(message)
             await delivery.ack()
             return
-        if self._rule.too_stale(version=message.version, head=self._session.head.head):
+        if self._rule.too_stale(version=message.version, head=self._session.head.head) or not self._known(message):
             self.close(id, "dropped", message.lengths)
             await delivery.ack()
             return
         await self._take_group(message, delivery)
+
+    def _known(self, ready: GroupReady) -> bool:
+        """Whether the adapter that served a group is this run's version of that number.
+
+        After newer commits were lost, groups of versions that are no more may still arrive.
+        """
+        ref = self._session.adapters.get(ready.version)
+        return ready.adapter == (ref.name if ref is not None else None) and (ready.version == 0) == (ref is None)
 
     def _take_failure(self, message: GroupFailed) -> None:
         if message.failure == "stale":
@@ -127,38 +157,24 @@ class Intake:
         self.last_failure = f"{failure}: {reason}"
 
     async def _take_group(self, ready: GroupReady, delivery: Delivery) -> None:
-        self._fetching.add(ready.group)
+        self._holding[ready.group] = delivery
         try:
-            data = await self._fetch(BlobRef(key=ready.key, size=ready.size, sha256=ready.sha256))
+            data = await self._store.get_patiently(BlobRef(key=ready.key, size=ready.size, sha256=ready.sha256))
             group = Group.from_blob(data)
             if group.group != ready.group or group.version != ready.version:
                 raise MalformedMessage(f"the blob holds {group.group} under version {group.version}")
         except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:
+            self.let_go([ready.group])
             await self._bus.dead_letter(delivery.subject, delivery.data, f"its blob cannot be used: {error}")
             await delivery.ack()
             await self._feeder.issue_again(ready.group, ready.index, self._session.head.active)
             return
-        finally:
-            self._fetching.discard(ready.group)
         if not self._ledger.is_open(ready.group):
+            self.let_go([ready.group])
             await delivery.ack()  # closed as expired while it was being fetched
             return
-        tracing.begin(
-            "group queue", parent=delivery.headers, start_ns=int(delivery.published * 1e9), group=ready.group
-        ).end()
         self.failed_in_a_row = 0
         self._buffer.add(Held(ready, group, delivery, delivery.headers))
-
-    async def _fetch(self, ref: BlobRef) -> bytes:
-        """The blob, however long the store is away: the delivery is held meanwhile."""
-        while True:
-            try:
-                return await self._store.get(ref)
-            except (ObjectMissing, ObjectCorrupt):
-                raise
-            except StoreError as error:
-                log.warning("a group waits for the store: %s", error)
-                await asyncio.sleep(2.0)
 
     def close(self, group: str, outcome: Outcome, lengths: list[int]) -> None:
         """Close a group that no commit closes."""

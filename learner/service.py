@@ -196,9 +196,11 @@ class Learner:
                 self._steps.begin()
             await self._bus.ensure_stream(tasks_config(run))
             await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
-            consumer = names.learner_consumer(run, head.epoch)
+            consumer = names.learner_consumer(run, head.incarnation, head.epoch)
             await self._bus.delete_consumers(names.groups_stream(run), keep=consumer)
-            puller = await self._bus.puller(names.groups_stream(run), learner_consumer(run, head.epoch))
+            puller = await self._bus.puller(
+                names.groups_stream(run), learner_consumer(run, head.incarnation, head.epoch)
+            )
             self._policy = await self._in_thread(self._load_policy)
             await self._restore()
         finally:
@@ -274,9 +276,9 @@ class Learner:
         found = await self._session.newest_intact()
         if found is None:
             return
-        checkpoint, weights, optimizer = found
+        checkpoint, ref, weights, optimizer = found
         if checkpoint.step != self._session.head.step:
-            await self._session.go_back_to(checkpoint)
+            await self._session.go_back_to(checkpoint, ref)
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
         await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)
@@ -361,11 +363,12 @@ class Learner:
         return self._summary()
 
     def _done(self) -> bool:
-        head = self._session.head
+        return self._session.head.step >= self.spec.run.steps or self._reached_target(self._rewards)
+
+    def _reached_target(self, rewards: Sequence[float]) -> bool:
         target = self.spec.run.target_reward
-        recent = self._rewards[-TARGET_STEPS:]
-        reached = target is not None and len(recent) == TARGET_STEPS and sum(recent) / TARGET_STEPS >= target
-        return head.step >= self.spec.run.steps or reached
+        recent = rewards[-TARGET_STEPS:]
+        return target is not None and len(recent) == TARGET_STEPS and sum(recent) / TARGET_STEPS >= target
 
     async def _wait_for_activation(self) -> None:
         """The last version is worth serving too; give the fleet a moment to take it."""
@@ -400,6 +403,7 @@ class Learner:
             self._intake.close(held.id, "dropped", held.ready.lengths)
             self._credit_changed.set()
             await held.delivery.ack()
+            self._intake.let_go([held.id])
 
     # -------------------------------------------------------------------------------------------------------- a step
 
@@ -433,7 +437,9 @@ class Learner:
         """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
         head = self._session.head
         step = head.step + 1
-        publish = step % self.spec.algorithm.publish_every == 0 or step == self.spec.run.steps
+        rewards = [*self._rewards, figures.reward]
+        last = step == self.spec.run.steps or self._reached_target(rewards)
+        publish = last or step % self.spec.algorithm.publish_every == 0
         version = head.head + 1 if publish else head.head
         trace = tracing.headers()
         weights = await self._in_thread(self._policy.adapter_bytes)
@@ -442,7 +448,6 @@ class Learner:
             optimizer = await self._in_thread(self._policy.optimizer_bytes)
             optimizer_ref = await self._session.store_blob(step, "optimizer", optimizer)
             weights_ref, adapter = await offering
-            rewards = [*self._rewards, figures.reward]
             outcomes = outcomes_of(batch)
             checkpoint = Checkpoint(
                 run=head.run,
@@ -475,6 +480,7 @@ class Learner:
             metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
             self._feeder.end(group, outcome)
         await asyncio.gather(*(held.delivery.ack() for held in batch))
+        self._intake.let_go(held.id for held in batch)
         return adapter is not None
 
     async def _store_weights(

@@ -53,9 +53,13 @@ class Session:
         return self._head.run
 
     async def write(self, **changes: Any) -> Head:
-        """Change fields of the head record. Raises Fenced when the run has moved on to another epoch."""
+        """Change fields of the head record; which versions are live follows from them.
+
+        Raises Fenced when the run has moved on to another epoch.
+        """
         async with self._lock:
             head = replace_head(self._head, **changes)
+            head = replace_head(head, live=self._live(head.head, head.active))
             try:
                 self._revision = await self._registry.set_head(head, self._revision, patience=BROKER_PATIENCE)
             except RegistryConflict as error:
@@ -73,7 +77,7 @@ class Session:
         found = await self._registry.head(self.run)
         if found is None:
             return f"run {self.run} was deleted"
-        if found[0].epoch != self._head.epoch:
+        if (found[0].incarnation, found[0].epoch) != (self._head.incarnation, self._head.epoch):
             return f"run {self.run} is now in epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}"
         return None
 
@@ -95,7 +99,7 @@ class Session:
 
     async def _put_version(self, record: VersionRecord) -> None:
         try:
-            await self._registry.put_version(record)
+            await self._registry.put_version(record, patience=BROKER_PATIENCE)
         except RegistryConflict as error:
             raise Fenced(f"run {self.run} has moved on without this learner: {error}") from error
 
@@ -131,16 +135,13 @@ class Session:
         trace: Mapping[str, str],
     ) -> None:
         """Make a step count: one compare-and-set. Raises Fenced."""
-        head, active = checkpoint.version, self._head.active
         if adapter is not None:
             self.adapters[adapter.version] = adapter
-        live = self._live(head, active)
         await self.write(
             step=checkpoint.step,
-            head=head,
+            head=checkpoint.version,
             adapter=adapter or self._head.adapter,
             checkpoint=ref,
-            live=live,
             summary=summary,
         )
         if adapter is not None:
@@ -149,7 +150,7 @@ class Session:
 
     async def activate(self, version: int) -> None:
         """Make `version` the one the fleet serves. Raises Fenced."""
-        await self.write(active=version, live=self._live(self._head.head, version), detail="")
+        await self.write(active=version, detail="")
         wanted = {ref.version for ref in self._head.live}
         for old in [number for number in self.adapters if number not in wanted and number < version]:
             del self.adapters[old]
@@ -181,8 +182,10 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------------- resume
 
-    async def newest_intact(self) -> tuple[Checkpoint, bytes, bytes] | None:
-        """The newest commit whose every object is there: checkpoint, weights, optimizer. None for a fresh run.
+    async def newest_intact(self) -> tuple[Checkpoint, BlobRef, bytes, bytes] | None:
+        """The newest commit whose every object is there: checkpoint, where it lies, weights, optimizer.
+
+        None for a fresh run.
 
         Raises StoreError when there were commits and none is intact.
         """
@@ -201,7 +204,7 @@ class Session:
                     "run %s resumes from step %d, version %d: newer commits are lost (%s)",
                     self.run, checkpoint.step, checkpoint.version, "; ".join(lost),
                 )  # fmt: skip
-            return checkpoint, weights, optimizer
+            return checkpoint, ref, weights, optimizer
         if candidates:
             raise StoreError(
                 f"run {self.run} cannot resume: none of its {len(candidates)} commits is intact in the store "
@@ -221,7 +224,7 @@ class Session:
         older = [record.checkpoint for record in reversed(records) if record.step < self._head.step]
         return [self._head.checkpoint, *(ref for ref in older if ref is not None)]
 
-    async def go_back_to(self, checkpoint: Checkpoint) -> None:
+    async def go_back_to(self, checkpoint: Checkpoint, ref: BlobRef) -> None:
         """After newer commits were lost: the head is the older commit again. Raises Fenced."""
         known = {
             record.adapter.version: record.adapter
@@ -235,5 +238,5 @@ class Session:
             head=checkpoint.version,
             active=active,
             adapter=known.get(checkpoint.version),
-            live=self._live(checkpoint.version, active),
+            checkpoint=ref,
         )

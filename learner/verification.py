@@ -48,7 +48,9 @@ class Verifier:
                 raise PolicyMismatch(
                     f"tokens were sampled under version {version}, which this run never published or has retired"
                 )
-            self._weights[version] = await self._store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
+            self._weights[version] = await self._store.get_patiently(
+                BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256)
+            )
         return {version: self._weights.get(version) for version in versions}
 
     def check(

@@ -33,6 +33,9 @@ DECODE_COST = 4.0
 GROUPS_REMEMBERED = 65_536
 """Groups whose replica is remembered, newest first."""
 
+TYPICAL_WORK = 1024.0
+"""The work of a request of which only its id is known, in prefill tokens, until a first one was placed here."""
+
 RESERVATION_SECONDS = 30.0
 """Siblings that have not come by then are not coming: their reservation is given back."""
 
@@ -75,6 +78,8 @@ class _Replica:
     mirror: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     mirror_blocks: int = 2048
     load: float = 0.0
+    others: int = 0
+    """Requests that it reports and that were not placed here."""
 
 
 @dataclass
@@ -92,6 +97,7 @@ class Placer:
         self._replicas: dict[str, _Replica] = {}
         self._assigned: dict[str, _Assigned] = {}
         self._groups: OrderedDict[str, _GroupPlace] = OrderedDict()
+        self._typical = TYPICAL_WORK
         self.placements: dict[Kind, int] = {"affinity": 0, "spill": 0, "unmatched": 0}
 
     # ---------------------------------------------------------------------------------------------- replica events
@@ -105,6 +111,14 @@ class Placer:
         state.mirror_blocks = max(64, cache_tokens // BLOCK)
         while len(state.mirror) > state.mirror_blocks:
             state.mirror.popitem(last=False)
+
+    def report_others(self, replica: str, count: int) -> None:
+        """A replica also has `count` requests that were not placed here: another router's, or this one's before its
+        start. Each counts as much as a request placed here on average.
+        """
+        state = self._replicas.get(replica)
+        if state is not None:
+            state.others = count
 
     def remove_replica(self, replica: str) -> list[str]:
         """A replica is gone; returns the ids of the requests it had, which must be placed anew."""
@@ -122,7 +136,7 @@ class Placer:
     def load(self, replica: str) -> float:
         """Work the replica is believed to have left, in prefill tokens, reservations included."""
         state = self._replicas.get(replica)
-        return state.load if state else 0.0
+        return state.load + state.others * self._typical if state else 0.0
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -145,12 +159,12 @@ class Placer:
         prompt = len(request.prompt)
 
         def cost(name: str) -> float:
-            return self._replicas[name].load + (prompt - matched[name] * BLOCK)
+            return self.load(name) + (prompt - matched[name] * BLOCK)
 
-        lightest = min(candidates, key=lambda name: (self._replicas[name].load, name))
+        lightest = min(candidates, key=lambda name: (self.load(name), name))
         place = self._groups.get(request.group) if request.group else None
         if place is not None and place.replica in candidates:
-            over = self._replicas[place.replica].load - self._replicas[lightest].load
+            over = self.load(place.replica) - self.load(lightest)
             chosen, kind = (place.replica, "affinity") if over <= SPILL_TOKENS else (min(candidates, key=cost), "spill")
         else:
             place = None
@@ -200,6 +214,7 @@ class Placer:
     def _assign(self, request: Request, replica: str, blocks: Sequence[bytes], work: float) -> None:
         state = self._replicas[replica]
         state.load += work
+        self._typical = 0.95 * self._typical + 0.05 * work
         self._assigned[request.id] = _Assigned(replica, work)
         self._mirror(state, blocks)
 

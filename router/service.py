@@ -1,7 +1,8 @@
 """The router on the bus: takes generation requests, forwards them, and places again what a dead replica leaves.
 
 The reply never passes through here: a request is forwarded with the asker's own reply address. Load is kept true
-from the replicas' reports, which name every request they still have. What nobody can serve waits, bounded.
+from the replicas' reports, which name every request they still have: a request that a replica reports is never placed
+again, whichever router placed it. What nobody can serve waits, bounded.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class RouterService:
         self._forwarded: dict[str, _Forwarded] = {}
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._heard: dict[str, tuple[int, float]] = {}
+        self._unfinished: dict[str, frozenset[str]] = {}
         self._output: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -133,6 +135,7 @@ class RouterService:
                 _, heard = self._heard[replica]
                 if self._clock() - heard > SILENT_SECONDS:
                     await self._lose(replica, "silent")
+            self._forget_strangers()
             await self._retry_waiting()
 
     def _take_in(self, roster: Roster) -> list[str]:
@@ -153,8 +156,17 @@ class RouterService:
             self._heard.pop(replica, None)
         return gone
 
+    def _forget_strangers(self) -> None:
+        """Forget replicas that reported without being present, once they are silent."""
+        known = set(self._placer.replicas())
+        for replica, (_, heard) in list(self._heard.items()):
+            if replica not in known and self._clock() - heard > SILENT_SECONDS:
+                del self._heard[replica]
+                self._unfinished.pop(replica, None)
+
     async def _lose(self, replica: str, why: str) -> None:
         """Place a dead replica's requests elsewhere, under the same version."""
+        self._unfinished.pop(replica, None)
         orphans = self._placer.remove_replica(replica)
         if orphans:
             log.warning("replica %s is %s: placing its %d requests elsewhere", replica, why, len(orphans))
@@ -171,7 +183,21 @@ class RouterService:
             return  # asked again while it is being served
         await self._place(request, message.reply, message.headers or {})
 
+    def _holder(self, id: str) -> str | None:
+        """The replica that reports `id` as unfinished, None when none does that is not silent."""
+        for replica, unfinished in self._unfinished.items():
+            if id in unfinished and self._clock() - self._heard[replica][1] <= SILENT_SECONDS:
+                return replica
+        return None
+
     async def _place(self, request: GenerateRequest, reply: str, headers: Mapping[str, str]) -> None:
+        """Forward to the best replica; let the request wait when none may serve it or the bus does not take it.
+
+        Does nothing when a replica has it already: that one answers, since an asker's address stays the same.
+        """
+        if holder := self._holder(request.id):
+            log.info("request %s is with %s already", request.id, holder)
+            return
         with tracing.span("route", parent=headers, request=request.id, group=request.group) as span:
             placed = self._placer.place(
                 Request(
@@ -190,11 +216,21 @@ class RouterService:
                 return
             span.set_attribute("farflung.outcome", placed.kind)
             span.set_attribute("farflung.replica", placed.replica)
+            forwarded = _Forwarded(request, reply, headers, self._clock())
+            self._forwarded[request.id] = forwarded
+            try:
+                await self._bus.send(
+                    names.replica_generate(placed.replica), request, reply=reply, headers=tracing.headers() or headers
+                )
+            except nats.errors.Error as error:
+                log.warning("request %s not sent to %s, it waits: %s", request.id, placed.replica, error)
+                span.set_attribute("farflung.outcome", "waiting")
+                if self._forwarded.get(request.id) is forwarded:
+                    del self._forwarded[request.id]
+                    self._placer.complete(request.id)
+                    await self._wait(request, reply, headers)
+                return
             metrics.count("farflung.router.placements", 1, kind=placed.kind)
-            self._forwarded[request.id] = _Forwarded(request, reply, headers, self._clock())
-            await self._bus.send(
-                names.replica_generate(placed.replica), request, reply=reply, headers=tracing.headers() or headers
-            )
 
     def _expected(self, request: GenerateRequest) -> float:
         """Output tokens to expect: the run's running mean, at most what was asked for."""
@@ -209,31 +245,45 @@ class RouterService:
     async def _retry_waiting(self) -> None:
         now = self._clock()
         for id, waiting in list(self._waiting.items()):
-            if self._placer.eligible(waiting.message.adapter):
+            if self._waiting.get(id) is not waiting:
+                continue  # cancelled or answered while the ones before it were sent
+            if self._holder(id):
+                del self._waiting[id]
+            elif self._placer.eligible(waiting.message.adapter):
                 del self._waiting[id]
                 await self._place(waiting.message, waiting.reply, waiting.headers)
             elif now - waiting.since > WAIT_SECONDS:
                 del self._waiting[id]
                 wanted = waiting.message.adapter or "the base model"
-                await self._refuse(
+                told = await self._refuse(
                     waiting.message,
                     waiting.reply,
                     f"no replica of fleet {self.fleet} has served {wanted} for {WAIT_SECONDS:.0f} s "
                     f"({len(self._placer.replicas())} present)",
                 )
+                if not told:
+                    self._waiting.setdefault(id, waiting)
 
-    async def _refuse(self, request: GenerateRequest, reply: str, reason: str) -> None:
+    async def _refuse(self, request: GenerateRequest, reply: str, reason: str) -> bool:
+        """Tell the asker; False when the bus does not take it."""
+        refused = GenerateRefused(id=request.id, code="unavailable", reason=reason, retryable=True, source=self.id)
+        try:
+            await self._bus.send(reply, refused)
+        except nats.errors.Error as error:
+            log.warning("refusal of request %s not sent: %s", request.id, error)
+            return False
         log.warning("request %s refused: %s", request.id, reason)
-        await self._bus.send(
-            reply, GenerateRefused(id=request.id, code="unavailable", reason=reason, retryable=True, source=self.id)
-        )
+        return True
 
     async def _on_cancel(self, message: Msg) -> None:
         cancel = decode(message.data, CancelRequest)
         self._waiting.pop(cancel.id, None)
         replica = self._placer.assigned_to(cancel.id)
         if replica is not None:
-            await self._bus.send(names.replica_cancel(replica), cancel)
+            try:
+                await self._bus.send(names.replica_cancel(replica), cancel)
+            except nats.errors.Error as error:
+                log.info("cancellation of %s not sent to %s: %s", cancel.id, replica, error)
 
     async def _on_load(self, message: Msg) -> None:
         report = decode(message.data, ReplicaLoad)
@@ -241,14 +291,21 @@ class RouterService:
         if report.beat <= beat:
             return  # older than what is known
         self._heard[report.replica] = (report.beat, self._clock())
+        unfinished = frozenset(report.unfinished)
+        self._unfinished[report.replica] = unfinished
         for done in report.completed:
+            if done.ok:  # a refused one is asked again under its id
+                self._waiting.pop(done.id, None)
+            if self._placer.assigned_to(done.id) not in (None, report.replica):
+                continue  # placed elsewhere while this replica was silent: that replica still works on it
             forwarded = self._forwarded.pop(done.id, None)
             self._placer.complete(done.id, done.blocks)
             if forwarded is not None and done.ok:
                 run = forwarded.message.run
                 self._output[run] = 0.95 * self._output.get(run, float(done.output_tokens)) + 0.05 * done.output_tokens
-        unfinished = set(report.unfinished)
-        for id in self._placer.assigned(report.replica):
+        assigned = self._placer.assigned(report.replica)
+        self._placer.report_others(report.replica, len(unfinished.difference(assigned)))
+        for id in assigned:
             forwarded = self._forwarded.get(id)
             if forwarded is None or id in unfinished:
                 if forwarded is not None:

@@ -82,7 +82,7 @@ async def bench_queue(bus: Bus) -> measure.Row:
         return MESSAGES / (time.perf_counter() - began)
 
     await bus.ensure_stream(tasks_config("bench"))
-    puller = await bus.puller(names.tasks_stream("bench"), learner_consumer("bench", 1))
+    puller = await bus.puller(names.tasks_stream("bench"), learner_consumer("bench", "i", 1))
 
     async def ours() -> float:
         nonce = uuid.uuid4().hex
@@ -92,18 +92,18 @@ async def bench_queue(bus: Bus) -> measure.Row:
         async def publish(number: int) -> None:
             group = f"{nonce}-{number}"
             async with slots:
-                with tracing.span("group", group=group):
-                    await bus.publish(
-                        names.task_subject("bench", group), example_task(group), id=group, headers=tracing.headers()
-                    )
+                span = tracing.root("group", run="bench", group=group, index=number)
+                await bus.publish(
+                    names.task_subject("bench", group), example_task(group), id=group, headers=tracing.headers(span)
+                )
+                span.end()
 
         await asyncio.gather(*(publish(number) for number in range(MESSAGES)))
         left = MESSAGES
         while left:
             deliveries = await puller.fetch(32, 5)
             for delivery in deliveries:
-                with tracing.span("task queue", parent=delivery.headers):
-                    decode(delivery.data, Task)
+                decode(delivery.data, Task)
             await asyncio.gather(*(delivery.ack() for delivery in deliveries))
             left -= len(deliveries)
         return MESSAGES / (time.perf_counter() - began)
@@ -114,7 +114,7 @@ async def bench_queue(bus: Bus) -> measure.Row:
 async def bench_group(bus: Bus, store: Store) -> measure.Row:
     """One group from a finished actor to a decoded group at the learner, one after the other."""
     await bus.ensure_stream(groups_config("bench", window=64))
-    puller = await bus.puller(names.groups_stream("bench"), learner_consumer("bench", 1))
+    puller = await bus.puller(names.groups_stream("bench"), learner_consumer("bench", "i", 1))
     raw_pull = await bus.jetstream.pull_subscribe("raw.*", durable="raw", stream="RAW")
     blob = example_group("g").encode()
     notice = json.dumps({"key": "k" * 100, "rewards": [0.0] * 8}).encode()

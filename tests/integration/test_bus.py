@@ -55,7 +55,7 @@ async def test_a_full_stream_refuses_at_once_and_the_same_id_is_good_later(bus: 
     await bus.publish(names.group_subject("full", "g1"), task("g1"), id="a")
     with pytest.raises(StreamFull):
         await bus.publish(names.group_subject("full", "g2"), task("g2"), id="b")
-    puller = await bus.puller(names.groups_stream("full"), learner_consumer("full", 1))
+    puller = await bus.puller(names.groups_stream("full"), learner_consumer("full", "i", 1))
     [delivery] = await puller.fetch(1, 5)
     assert await delivery.ack()
     assert (await bus.publish(names.group_subject("full", "g2"), task("g2"), id="b")).outcome == "stored"
@@ -78,12 +78,12 @@ async def test_an_unacknowledged_task_comes_again_and_a_heartbeat_keeps_it(bus: 
 async def test_a_deleted_consumer_is_told_from_an_empty_one(bus: Bus) -> None:
     await bus.ensure_stream(groups_config("fence", window=8))
     stream = names.groups_stream("fence")
-    old = await bus.puller(stream, learner_consumer("fence", 1))
+    old = await bus.puller(stream, learner_consumer("fence", "i", 1))
     await bus.publish(names.group_subject("fence", "g"), task("g"), id="a")
     assert len(await old.fetch(1, 5)) == 1
-    deleted = await bus.delete_consumers(stream, keep=names.learner_consumer("fence", 2))
-    assert deleted == [names.learner_consumer("fence", 1)]
-    new = await bus.puller(stream, learner_consumer("fence", 2))
+    deleted = await bus.delete_consumers(stream, keep=names.learner_consumer("fence", "i", 2))
+    assert deleted == [names.learner_consumer("fence", "i", 1)]
+    new = await bus.puller(stream, learner_consumer("fence", "i", 2))
     assert len(await new.fetch(1, 5)) == 1, "what the old epoch had not acknowledged comes over at once"
     with pytest.raises(ConsumerGone):
         for _ in range(5):

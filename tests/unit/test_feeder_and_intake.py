@@ -9,7 +9,7 @@ import pytest
 
 from broker.bus import ConsumerGone, Receipt
 from broker.errors import ConnectionFailed, ObjectMissing
-from broker.messages import BlobRef, GroupFailed, GroupReady, Message, Task
+from broker.messages import AdapterRef, BlobRef, GroupFailed, GroupReady, Message, Task
 from broker.store import reference
 from broker.trajectories import Episode, Group, Row
 from deploy.config import check
@@ -59,7 +59,7 @@ class StubStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    async def get(self, ref: BlobRef) -> bytes:
+    async def get_patiently(self, ref: BlobRef) -> bytes:
         if ref.key not in self.objects:
             raise ObjectMissing(ref.key)
         return self.objects[ref.key]
@@ -67,16 +67,20 @@ class StubStore:
 
 class StubDelivery:
     subject = "groups.r.x"
-    published = 0.0
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, sequence: int) -> None:
         self.data = data
+        self.sequence = sequence
+        self.signs_of_life = 0
         self.headers: dict[str, str] = {}
         self.acked = False
 
     async def ack(self, timeout: float = 5.0) -> bool:
         self.acked = True
         return True
+
+    async def in_progress(self) -> None:
+        self.signs_of_life += 1
 
 
 class StubPuller:
@@ -95,6 +99,7 @@ class StubSession:
 
     def __init__(self, version: int = 0) -> None:
         self.head = head(head=version, active=version, live=[], epoch=1)
+        self.adapters: dict[int, AdapterRef] = {}
 
 
 def feeder(bus: StubBus, ledger: Ledger) -> Feeder:
@@ -177,6 +182,7 @@ class Desk:
         for group in open_groups:
             self.ledger.issue(group)
         self.puller = StubPuller([])
+        self.sequence = 0
         self.intake = Intake(
             self.bus,  # type: ignore[arg-type]
             self.store,  # type: ignore[arg-type]
@@ -191,13 +197,20 @@ class Desk:
 
     async def receive(self, *messages: Message | bytes) -> list[StubDelivery]:
         """Deliver, and return once each has been acted on."""
-        deliveries = [StubDelivery(item if isinstance(item, bytes) else item.encode()) for item in messages]
+        deliveries = []
+        for item in messages:
+            self.sequence += 1
+            deliveries.append(StubDelivery(item if isinstance(item, bytes) else item.encode(), self.sequence))
+        return await self.deliver(*deliveries)
+
+    async def deliver(self, *deliveries: StubDelivery) -> list[StubDelivery]:
+        """Deliver these very messages, once more if they were before."""
         self.puller.deliveries = list(deliveries)
         running = asyncio.create_task(self.intake.run())
         await until(lambda: not self.puller.deliveries and not self.intake._tasks)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return deliveries
+        return list(deliveries)
 
 
 async def test_a_good_group_is_buffered_and_its_delivery_held() -> None:
@@ -209,7 +222,39 @@ async def test_a_good_group_is_buffered_and_its_delivery_held() -> None:
     assert not delivery.acked
 
 
-async def test_a_second_delivery_of_a_group_is_acknowledged_and_counted_late() -> None:
+async def test_the_message_that_is_held_is_kept_alive_when_it_comes_again_never_given_up_nor_trained_twice() -> None:
+    desk = Desk("g")
+    data = blob_of("g")
+    desk.store.objects[ready("g", data).key] = data
+    [delivery] = await desk.receive(ready("g", data))
+    for in_a_step in (False, True):
+        if in_a_step:
+            assert desk.buffer.take(1) is not None
+        await desk.deliver(delivery)
+        assert not delivery.acked
+        assert len(desk.buffer) == (0 if in_a_step else 1)
+    assert delivery.signs_of_life == 2
+    assert desk.ledger.late == 0
+
+
+async def test_an_answer_that_cannot_be_read_closes_its_group_as_failed() -> None:
+    desk = Desk("g")
+    delivery = StubDelivery(b"garbage", 1)
+    delivery.subject = "groups.r.g"
+    await desk.deliver(delivery)
+    assert delivery.acked
+    assert desk.ledger.closed["failed"] == 1
+    assert desk.intake.failed_in_a_row == 1
+
+
+async def test_a_group_of_a_version_that_is_no_more_is_dropped() -> None:
+    desk = Desk("g", version=5)
+    [delivery] = await desk.receive(ready("g", blob_of("g", 5), version=5))
+    assert delivery.acked
+    assert desk.ledger.closed["dropped"] == 1
+
+
+async def test_another_answer_to_a_group_in_hand_is_acknowledged_and_counted_late() -> None:
     desk = Desk("g")
     data = blob_of("g")
     desk.store.objects[ready("g", data).key] = data

@@ -1,0 +1,103 @@
+"""The session: one writer of the head, and live versions that always hold what is active and what is newest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from broker.errors import Fenced, RegistryConflict
+from broker.messages import AdapterRef, BlobRef, Head
+from learner.checkpoint import Checkpoint
+from learner.claim import Claim
+from learner.session import Session
+from tests.unit.test_learner_parts import head, ref
+
+
+class StubRegistry:
+    """A head record whose writes take a turn of the event loop each, so that two can overlap."""
+
+    def __init__(self, now: Head) -> None:
+        self.now = now
+        self.revision = 1
+        self.written: list[Head] = []
+
+    async def set_head(self, new: Head, revision: int, *, patience: float) -> int:
+        await asyncio.sleep(0)
+        if revision != self.revision:
+            raise RegistryConflict("somebody else wrote")
+        self.now, self.revision = new, self.revision + 1
+        self.written.append(new)
+        return self.revision
+
+    async def head(self, run: str) -> tuple[Head, int]:
+        return self.now, self.revision
+
+    async def put_version(self, record: Any, *, patience: float) -> None:
+        return None
+
+
+def checkpoint(step: int, version: int) -> Checkpoint:
+    blob = BlobRef(key="k", size=1, sha256="0" * 64)
+    return Checkpoint(
+        run="r", incarnation="i", step=step, version=version, weights=blob, optimizer=blob, ledger={}, rewards=[],
+        trained=[], seconds=0.0,
+    )  # fmt: skip
+
+
+def session(**fields: Any) -> tuple[Session, StubRegistry]:
+    start = head(head=7, active=6, step=7, max_staleness=2, live=[ref(version) for version in (5, 6, 7)], **fields)
+    registry = StubRegistry(start)
+    return Session(registry, None, Claim(start, 1, created=False)), registry  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activate_first", [True, False])
+async def test_commit_and_activation_at_once_leave_both_the_active_and_the_newest_version_live(
+    activate_first: bool,
+) -> None:
+    subject, registry = session()
+    blob = BlobRef(key="k", size=1, sha256="0" * 64)
+
+    def commit() -> Any:
+        return subject.commit(checkpoint(8, 8), blob, ref(8), reward=0.0, summary={}, trace={})
+
+    works = [subject.activate(7), commit()] if activate_first else [commit(), subject.activate(7)]
+    await asyncio.gather(*works)
+    assert (registry.now.head, registry.now.active) == (8, 7)
+    assert [item.version for item in registry.now.live] == [6, 7, 8]
+    for written in registry.written:
+        assert {written.active, written.head} <= {item.version for item in written.live}
+
+
+async def test_a_session_whose_run_moved_on_is_fenced_and_says_by_whom() -> None:
+    subject, registry = session()
+    registry.now = head(epoch=9, learner="other")
+    registry.revision = 5
+    with pytest.raises(Fenced, match="epoch 9, held by other"):
+        await subject.activate(7)
+    assert "epoch 9" in (await subject.fenced() or "")
+
+
+async def test_the_same_epoch_of_another_incarnation_fences_too() -> None:
+    subject, registry = session()
+    assert await subject.fenced() is None
+    registry.now = head(incarnation="new")
+    assert await subject.fenced()
+
+
+async def test_going_back_to_an_older_commit_names_that_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, registry = session()
+
+    async def versions(run: str) -> list[Any]:
+        from tests.unit.test_learner_parts import record
+
+        return [record(5), record(6), record(7)]
+
+    registry.versions = versions  # type: ignore[attr-defined]
+    blob = BlobRef(key="older", size=1, sha256="1" * 64)
+    await subject.go_back_to(checkpoint(5, 5), blob)
+    assert (registry.now.step, registry.now.head, registry.now.active) == (5, 5, 5)
+    assert registry.now.checkpoint == blob
+    assert isinstance(registry.now.adapter, AdapterRef)
+    assert max(item.version for item in registry.now.live) == 5
