@@ -14,6 +14,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,7 @@ from broker import names
 from broker.adapters import write_adapter_directory
 from broker.blocks import BLOCK, chain
 from broker.bus import Bus
+from broker.ending import end
 from broker.errors import AdapterError, FarflungError, GenerationError, ObjectMissing, PromptTooLong, StoreError
 from broker.messages import (
     AdapterRef,
@@ -55,10 +57,36 @@ BEAT_SECONDS = 0.5
 """How often a replica reports its load when nothing completes."""
 
 NOT_THERE_YET_SECONDS = 30.0
-"""How long an adapter that the store does not show yet is waited for."""
+"""How long an adapter that the store does not show yet is waited for before it counts as refused."""
+
+NOT_THERE_YET_PAUSE = 0.5
+"""How long until the store is asked again meanwhile."""
 
 LOAD_ATTEMPTS = 2
 """An adapter that failed to load this often is refused, with the reason."""
+
+RETRY_PAUSE = 1.0
+"""The pause after the first failure; each further one doubles it."""
+
+LONGEST_PAUSE = 30.0
+"""The store, or a disk with room, is looked for this often at least."""
+
+ABANDONED_SECONDS = 24 * 3600.0
+"""A work directory that was not touched for so long belongs to an actor that was killed."""
+
+
+@dataclass
+class _Trouble:
+    """Why a wanted adapter is not loaded. Kept while it is wanted and not loaded."""
+
+    since: float
+    reason: str = ""
+    failures: int = 0
+    rejections: int = 0
+    """Failures that were the adapter's own."""
+    refused: bool = False
+    again: float | None = 0.0
+    """When to try the next time; None: never, the adapter itself is at fault."""
 
 
 class Replica:
@@ -81,9 +109,10 @@ class Replica:
         self._report = asyncio.Event()
         self._registry_changed = asyncio.Event()
         self._loaded: dict[str, AdapterRef] = {}
-        self._refused: dict[str, str] = {}
-        self._failures: dict[str, int] = {}
-        self._unloading: dict[str, asyncio.Task[None]] = {}
+        self._wanted: list[AdapterRef] = []
+        self._no_slot: dict[str, str] = {}
+        self._troubles: dict[str, _Trouble] = {}
+        self._unloading: dict[str, tuple[AdapterRef, asyncio.Task[None]]] = {}
         self._state: Literal["joining", "ready"] = "joining"
         self._tokens = Rate()
         self._beat = 0
@@ -92,22 +121,25 @@ class Replica:
         """Serve until cancelled. The engine must be started."""
         heads = Heads(self._registry, on_change=lambda _: self._registry_changed.set())
         subscriptions = []
+        parts: list[asyncio.Task[None]] = []
         try:
+            self._touch_work()
+            await asyncio.to_thread(self._sweep_work)
             await heads.ready.wait()
-            await self._settle(heads)
+            await self._join(heads)
             subscriptions = [
                 await self._bus.subscribe(names.replica_generate(self.id), self._on_generate),
                 await self._bus.subscribe(names.replica_cancel(self.id), self._on_cancel),
             ]
             self._state = "ready"
             log.info("replica %s serves fleet %s", self.id, self.fleet)
-            await asyncio.gather(self._announce(), self._report_load(), self._follow(heads))
+            parts = [asyncio.create_task(part) for part in (self._announce(), self._report_load(), self._follow(heads))]
+            await asyncio.gather(*parts)
         finally:
             for subscription in subscriptions:
                 with contextlib.suppress(nats.errors.Error, ValueError):
                     await subscription.unsubscribe()  # type: ignore[attr-defined]
-            for task in list(self._running.values()):
-                task.cancel()
+            await end(*parts, *self._running.values(), *(task for _, task in self._unloading.values()))
             await heads.close()
             await self._registry.remove_node(self.id)
             shutil.rmtree(self._work / "adapters", ignore_errors=True)
@@ -221,11 +253,28 @@ class Replica:
 
     # --------------------------------------------------------------------------------------------------- adapters
 
+    async def _join(self, heads: Heads) -> None:
+        """Load what is wanted before serving; what cannot be had yet is waited for, but not longer than that."""
+        deadline = time.monotonic() + NOT_THERE_YET_SECONDS
+        await self._settle(heads)
+        while any(ref.name not in self._loaded and ref.name not in self._refused() for ref in self._wanted):
+            if time.monotonic() > deadline:
+                return
+            await self._look(heads)
+
     async def _follow(self, heads: Heads) -> None:
         while True:
-            await self._registry_changed.wait()
-            self._registry_changed.clear()
-            await self._settle(heads)
+            await self._look(heads)
+
+    async def _look(self, heads: Heads) -> None:
+        """Settle as soon as the registry changes, or an adapter that could not be loaded is to be tried again."""
+        again = [trouble.again for trouble in self._troubles.values() if trouble.again is not None]
+        pause = max(0.0, min(again) - time.monotonic()) if again else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._registry_changed.wait()
+        self._registry_changed.clear()
+        await self._settle(heads)
 
     async def _settle(self, heads: Heads) -> None:
         """Bring the engine to what the registry wants, and confirm it.
@@ -234,20 +283,23 @@ class Replica:
         """
         slots = (await self._engine.health()).adapter_slots
         refs = wanted(heads.heads, heads.versions, self.fleet)
-        names_wanted = {ref.name for ref in refs[:slots]}
+        self._wanted = refs[:slots]
+        names_wanted = {ref.name for ref in self._wanted}
         for name in [name for name in self._loaded if name not in names_wanted]:
-            del self._loaded[name]
-            self._unloading[name] = asyncio.create_task(self._unload(name))
-        for name in [name for name in self._refused if name not in {ref.name for ref in refs}]:
-            del self._refused[name]
-            self._failures.pop(name, None)
-        for ref in refs[slots:]:
-            self._refused[ref.name] = (
-                f"no slot: {len(refs)} adapters are wanted, the engine holds {slots}; start it with --adapter-slots"
-            )
+            ref = self._loaded.pop(name)
+            self._unloading[name] = (ref, asyncio.create_task(self._unload(name)))
+        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in names_wanted}
+        self._no_slot = {
+            ref.name: f"no slot: {len(refs)} adapters are wanted, the engine holds {slots}; start it with "
+            "--adapter-slots"
+            for ref in refs[slots:]
+        }
+        self._discard_unneeded()
         await self._put_node()
-        for ref in refs[:slots]:
-            if ref.name in self._loaded or ref.name in self._refused:
+        for ref in self._wanted:
+            trouble = self._troubles.get(ref.name)
+            waits = trouble is not None and (trouble.again is None or trouble.again > time.monotonic())
+            if ref.name in self._loaded or waits:
                 continue
             await self._load(ref, _trace_of(heads, ref))
             await self._put_node()
@@ -255,42 +307,68 @@ class Replica:
                 return
 
     async def _load(self, ref: AdapterRef, trace: Mapping[str, str]) -> None:
+        trouble = self._troubles.setdefault(ref.name, _Trouble(since=time.monotonic()))
+        crowded = bool(self._unloading)
         try:
             with tracing.span("load", parent=trace, adapter=ref.name, replica=self.id, version=ref.version):
                 directory = await self._fetch(ref)
                 if unloading := self._unloading.get(ref.name):
-                    await unloading
+                    await unloading[1]
                 await self._engine.load_adapter(ref.name, directory)
-        except (AdapterError, StoreError) as error:
-            self._failures[ref.name] = self._failures.get(ref.name, 0) + 1
-            log.warning("adapter %s not loaded (attempt %d): %s", ref.name, self._failures[ref.name], error)
-            if self._failures[ref.name] >= LOAD_ATTEMPTS and not self._unloading:
-                self._refused[ref.name] = str(error)
+        except ObjectMissing as error:
+            if time.monotonic() - trouble.since < NOT_THERE_YET_SECONDS:
+                trouble.again = time.monotonic() + NOT_THERE_YET_PAUSE
             else:
-                asyncio.get_running_loop().call_later(1.0, self._registry_changed.set)
-            return
-        self._loaded[ref.name] = ref
-        self._failures.pop(ref.name, None)
-        log.info("adapter %s loaded", ref.name)
+                self._failed(ref, str(error), retry=True, refuse=True)
+        except StoreError as error:
+            self._failed(ref, str(error), retry=True)
+        except OSError as error:
+            self._failed(
+                ref,
+                f"{self._work / 'adapters'} cannot take the adapter ({error}); "
+                "make room on its disk, or set FARFLUNG_CACHE to another",
+                retry=True,
+            )
+        except AdapterError as error:
+            if crowded:  # the slot of one that is being unloaded may be all it lacks
+                trouble.again = time.monotonic() + RETRY_PAUSE
+            else:
+                self._failed(ref, str(error), retry=False)
+        else:
+            self._loaded[ref.name] = ref
+            del self._troubles[ref.name]
+            log.info("adapter %s loaded", ref.name)
+
+    def _failed(self, ref: AdapterRef, reason: str, *, retry: bool, refuse: bool = False) -> None:
+        """Note why `ref` was not loaded. `retry`: the adapter is not at fault, so it is never given up."""
+        trouble = self._troubles[ref.name]
+        trouble.failures += 1
+        trouble.reason = reason
+        trouble.refused = trouble.refused or refuse or trouble.failures >= LOAD_ATTEMPTS
+        pause = min(LONGEST_PAUSE, RETRY_PAUSE * 2.0 ** min(trouble.failures - 1, 10))
+        trouble.rejections += not retry
+        trouble.again = time.monotonic() + pause if trouble.rejections < LOAD_ATTEMPTS else None
+        log.warning("adapter %s not loaded (attempt %d): %s", ref.name, trouble.failures, reason)
+
+    def _refused(self) -> dict[str, str]:
+        """Adapters that are wanted and cannot be had, with the reason."""
+        troubles = {name: trouble.reason for name, trouble in self._troubles.items() if trouble.refused}
+        return troubles | self._no_slot
 
     async def _fetch(self, ref: AdapterRef) -> Path:
         """The adapter as a PEFT directory, from the local cache or from the store, verified."""
         directory = self._work / "adapters" / ref.sha256
         if directory.exists():
             return directory
-        deadline = time.monotonic() + NOT_THERE_YET_SECONDS
-        while True:
-            try:
-                data = await self._store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
-                break
-            except ObjectMissing:
-                if time.monotonic() > deadline or self._registry_changed.is_set():
-                    raise
-                await asyncio.sleep(0.5)
+        data = await self._store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
         scratch = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
-        await asyncio.to_thread(write_adapter_directory, data, scratch)
-        scratch.rename(directory)
+        try:
+            await asyncio.to_thread(write_adapter_directory, data, scratch)
+            scratch.rename(directory)
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         return directory
 
     async def _unload(self, name: str) -> None:
@@ -298,12 +376,38 @@ class Replica:
             await self._engine.unload_adapter(name)
         finally:
             self._unloading.pop(name, None)
+            self._discard_unneeded()
+
+    def _discard_unneeded(self) -> None:
+        """Remove the cached adapters that are neither wanted nor in the engine."""
+        leaving = [ref for ref, _ in self._unloading.values()]
+        needed = {ref.sha256 for ref in (*self._wanted, *self._loaded.values(), *leaving)}
+        for directory in (self._work / "adapters").glob("*"):
+            if directory.name.removesuffix(".partial") not in needed:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _sweep_work(self) -> None:
+        """Remove what killed replicas of this host left beside this one's work directory."""
+        for adapters in self._work.parent.glob("*/adapters"):
+            with contextlib.suppress(OSError):
+                if adapters.parent == self._work or time.time() - adapters.parent.stat().st_mtime < ABANDONED_SECONDS:
+                    continue
+                log.info("removing %s, abandoned", adapters.parent)
+                shutil.rmtree(adapters)
+                adapters.parent.rmdir()
+
+    def _touch_work(self) -> None:
+        """Show the replicas of this host that start later that this work directory is in use."""
+        with contextlib.suppress(OSError):
+            self._work.mkdir(parents=True, exist_ok=True)
+            self._work.touch()
 
     # --------------------------------------------------------------------------------------------------- presence
 
     async def _announce(self) -> None:
         metrics.observe(self._gauges, replica=self.id)
         while True:
+            self._touch_work()
             await self._put_node()
             await asyncio.sleep(PRESENCE_SECONDS)
 
@@ -326,7 +430,7 @@ class Replica:
                 detail="" if health.ok else health.detail,
                 model=self._model,
                 confirmed=list(self._loaded),
-                refused=dict(self._refused),
+                refused=self._refused(),
                 slots=health.adapter_slots,
                 context=health.context,
                 cache_tokens=health.cache_tokens,

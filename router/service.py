@@ -130,12 +130,12 @@ class RouterService:
             self._changed.clear()
             for replica in self._take_in(roster):
                 await self._lose(replica, "gone")
+            self._forget_strangers()
             self._placer.expire(self._clock())
             for replica in self._placer.replicas():
                 _, heard = self._heard[replica]
                 if self._clock() - heard > SILENT_SECONDS:
                     await self._lose(replica, "silent")
-            self._forget_strangers()
             await self._retry_waiting()
 
     def _take_in(self, roster: Roster) -> list[str]:

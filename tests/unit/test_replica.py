@@ -1,0 +1,244 @@
+"""The replica's adapters: what it holds, what it refuses and for how long, and what it leaves on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+import actors.replica as module
+from actors.engines.base import EngineHealth
+from actors.replica import Replica
+from broker.errors import AdapterError, ObjectMissing, StoreError
+from broker.messages import AdapterRef, BlobRef, Head, Node
+from tests.waiting import until
+
+
+def blob(version: int) -> bytes:
+    return save({"a": np.full(4, version, np.float32)}, {"adapter_config": '{"peft_type": "LORA"}'})
+
+
+def ref(version: int) -> AdapterRef:
+    data = blob(version)
+    digest = hashlib.sha256(data).hexdigest()
+    return AdapterRef(version=version, name=f"run-v{version:06d}", key=f"k/{digest}", size=len(data), sha256=digest)
+
+
+class StubEngine:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.loaded: list[str] = []
+        self.problem: Exception | None = None
+        self.attempts = 0
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        self.attempts += 1
+        if self.problem is not None:
+            raise self.problem
+        assert (directory / "adapter_model.safetensors").exists()
+        self.loaded.append(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.may_unload.wait()
+        self.loaded.remove(name)
+
+    async def generate(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(True, "", tuple(self.loaded), self.slots, 0, 0, 128, 4096, 0, 0)
+
+
+class StubStore:
+    def __init__(self) -> None:
+        self.problem: Exception | None = None
+
+    async def get(self, wanted: BlobRef) -> bytes:
+        if self.problem is not None:
+            raise self.problem
+        return next(data for data in map(blob, range(10)) if hashlib.sha256(data).hexdigest() == wanted.sha256)
+
+
+class StubRegistry:
+    def __init__(self) -> None:
+        self.node: Node | None = None
+
+    async def put_node(self, node: Node) -> None:
+        self.node = node
+
+
+class Fixture:
+    def __init__(self, work: Path, slots: int) -> None:
+        self.engine, self.store, self.registry = StubEngine(slots), StubStore(), StubRegistry()
+        self.work = work
+        services: Any = (None, self.registry, self.store, self.engine)
+        self.replica = Replica(*services, fleet="f", id="replica-a", model="m", work=work)
+        self.heads: Any = SimpleNamespace(heads={}, versions={})
+
+    async def want(self, *versions: int) -> None:
+        newest = max(versions, default=0)
+        self.heads.heads["run"] = Head(
+            run="run", fleet="f", incarnation="i", epoch=1, learner="l", step=newest, head=newest, active=newest,
+            max_staleness=4, state="running", live=[ref(version) for version in versions],
+        )  # fmt: skip
+        await self.settle()
+
+    async def settle(self) -> None:
+        await self.replica._settle(self.heads)
+
+    @property
+    def confirmed(self) -> list[str]:
+        assert self.registry.node is not None
+        return sorted(self.registry.node.confirmed)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        assert self.registry.node is not None
+        return self.registry.node.refused
+
+    def cached(self) -> set[str]:
+        return {path.name for path in (self.work / "adapters").glob("*")}
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fixture:
+    monkeypatch.setattr(module, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(module, "NOT_THERE_YET_PAUSE", 0.0)
+    return Fixture(tmp_path / "work" / "actor-a", slots=2)
+
+
+async def test_an_adapter_without_a_slot_is_loaded_once_there_is_one(subject: Fixture) -> None:
+    await subject.want(1, 2, 3)
+    assert "no slot" in subject.refused[ref(1).name]
+    assert subject.confirmed == [ref(2).name, ref(3).name]
+    await subject.want(1, 3)
+    assert subject.refused == {}
+    assert subject.confirmed == [ref(1).name, ref(3).name]
+    await subject.want(1, 2, 3)
+    await subject.want(2, 3)
+    assert subject.refused == {}
+
+
+async def test_an_adapter_refused_for_want_of_the_store_is_loaded_when_the_store_returns(subject: Fixture) -> None:
+    subject.store.problem = StoreError("the store is away")
+    await subject.want(1)
+    assert subject.refused == {}
+    await subject.settle()
+    assert subject.refused == {ref(1).name: "the store is away"}
+    subject.store.problem = None
+    await subject.settle()
+    assert subject.refused == {}
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_an_adapter_that_is_not_there_yet_is_refused_only_when_its_time_is_up_and_still_looked_for(
+    subject: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject.store.problem = ObjectMissing("no such object")
+    await subject.want(1)
+    for _ in range(5):
+        await subject.settle()
+    assert subject.refused == {}
+    monkeypatch.setattr(module, "NOT_THERE_YET_SECONDS", 0.0)
+    await subject.settle()
+    assert subject.refused == {ref(1).name: "no such object"}
+    subject.store.problem = None
+    await subject.settle()
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_the_pauses_grow_and_end_at_the_longest(subject: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_PAUSE", 1.0)
+    subject.store.problem = StoreError("the store is away")
+    await subject.want(1)
+    pauses = []
+    for _ in range(8):
+        trouble = subject.replica._troubles[ref(1).name]
+        assert trouble.again is not None
+        pauses.append(trouble.again - time.monotonic())
+        trouble.again = 0.0
+        await subject.settle()
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 30, 30, 30], abs=0.5)
+
+
+async def test_an_adapter_that_is_at_fault_itself_stays_refused_while_it_is_wanted(subject: Fixture) -> None:
+    subject.engine.problem = AdapterError("wrong shapes")
+    await subject.want(1)
+    for _ in range(5):
+        await subject.settle()
+    assert subject.engine.attempts == module.LOAD_ATTEMPTS
+    assert subject.refused == {ref(1).name: "wrong shapes"}
+    await subject.want()
+    assert subject.refused == {}
+    assert subject.cached() == set()
+
+
+async def test_a_full_disk_is_told_with_a_remedy_and_overcome(
+    subject: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(data: bytes, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_adapter_directory", full)
+        await subject.want(1)
+        await subject.settle()
+        reason = subject.refused[ref(1).name]
+        assert str(subject.work / "adapters") in reason
+        assert "make room" in reason
+        assert subject.cached() == set()
+    await subject.settle()
+    assert subject.refused == {}
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_what_is_unloaded_leaves_the_disk_and_what_is_in_use_stays(subject: Fixture) -> None:
+    await subject.want(1, 2)
+    assert subject.cached() == {ref(1).sha256, ref(2).sha256}
+    subject.engine.may_unload.clear()
+    await subject.want(2)
+    assert subject.cached() == {ref(1).sha256, ref(2).sha256}
+    subject.engine.may_unload.set()
+    await until(lambda: subject.cached() == {ref(2).sha256}, what="the unloaded adapter is removed")
+
+
+async def test_work_of_killed_actors_is_removed_and_that_of_living_ones_stays(subject: Fixture) -> None:
+    yesterday = time.time() - 2 * module.ABANDONED_SECONDS
+    dead, living, other = (subject.work.parent / name for name in ("actor-dead", "actor-living", "other"))
+    for directory in (dead / "adapters", living / "adapters", other / "things", subject.work / "adapters"):
+        directory.mkdir(parents=True)
+    for directory in (dead, other, subject.work):
+        os.utime(directory, (yesterday, yesterday))
+    subject.replica._sweep_work()
+    assert sorted(path.name for path in subject.work.parent.iterdir()) == ["actor-a", "actor-living", "other"]
+    subject.replica._touch_work()
+    Fixture(living, slots=1).replica._sweep_work()
+    assert (subject.work / "adapters").exists()
+
+
+@pytest.mark.servers
+async def test_a_cancelled_replica_leaves_no_task_behind(bus: Any, registry: Any, tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    engine: Any = StubEngine(1)
+    store: Any = StubStore()
+    replica = Replica(bus, registry, store, engine, fleet="f", id="replica-x", model="m", work=tmp_path / "work" / "a")
+    serving = asyncio.create_task(replica.run())
+    await until(lambda: replica._state == "ready")
+    stuck = asyncio.create_task(asyncio.Event().wait())
+    replica._running["stuck"] = stuck  # type: ignore[assignment]
+    serving.cancel()
+    await asyncio.wait([serving], timeout=10)
+    assert serving.cancelled()
+    assert stuck.cancelled()
+    assert {task for task in asyncio.all_tasks() - before if "nats" not in repr(task)} == set()
