@@ -219,7 +219,8 @@ class Replica:
     def _version_of(self, adapter: str | None) -> int:
         if adapter is None:
             return 0
-        ref = self._loaded.get(adapter)
+        leaving = self._unloading.get(adapter)
+        ref = self._loaded.get(adapter) or (leaving[0] if leaving else None)
         if ref is None:
             raise GenerationError(f"the engine served {adapter}, which this replica has not confirmed")
         return ref.version
