@@ -117,7 +117,7 @@ def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> Non
         return 0
 
     code = running.run("up", running.node_id("up"), main, level=30)
-    if code == running.INTERRUPTED:
+    if code in running.STOPPED:
         console.print(f"stopped; `farflung up {config}` goes on from here", markup=False, soft_wrap=True)
     if as_json and summary:
         click.echo(json.dumps(summary))

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 CANCEL_AGAIN_SECONDS = 5.0
 """A component that has not ended this long after a signal is cancelled again; `broker.ending` tells why."""
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells have it; a component that SIGTERM stopped ends with 143."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a component that a signal stopped, as shells have them: 130 after Ctrl-C, 143 after SIGTERM."""
 
 
 def node_id(kind: str) -> str:
