@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,10 +70,15 @@ async def opened(options: dict[str, Any], directory: Path | None) -> AsyncIterat
         else:
             connection = find(**named)
         async with connected(connection, "query") as (bus, registry, store):
-            yield Services(bus, registry, store, Console(highlight=False))
+            yield Services(bus, registry, store, _console())
     finally:
         for server in servers:
             server.stop()
+
+
+def _console() -> Console:
+    """A terminal's own width; elsewhere lines are as long as they are, for other programs to read."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 250)
 
 
 async def _present(registry: Registry) -> list[Node]:
