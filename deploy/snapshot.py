@@ -11,6 +11,9 @@ import msgspec
 from broker.messages import Head, Node
 from observability.diagnosis import Readings, Verdict, diagnose
 
+PAUSED = "paused"
+"""How a learner's note begins while the run is paused."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -36,7 +39,11 @@ class Snapshot:
         return _mean([node.gauges.get("backpressure", 0.0) for node in self.of_kind("actor")])
 
     def verdict(self) -> Verdict:
-        """Which part holds the others back."""
+        """Which part holds the others back; nobody does while nothing is to be done."""
+        if self.head.state != "running" or self.learner is None:
+            return Verdict("unknown", f"the run is {self.head.state}" if self.learner else "no learner is present")
+        if self.learner.detail.startswith(PAUSED):
+            return Verdict("none", "the run is paused")
         actors, replicas = self.of_kind("actor"), self.of_kind("replica")
         capacity = sum(node.capacity for node in actors) or 1
         busy = _mean([node.gauges.get("busy", 0.0) for node in actors])

@@ -85,3 +85,20 @@ telemetry.shutdown()
     assert spans["second"]["links"][0]["spanId"] == spans["first"]["spanId"]
     assert spans["first"]["kind"] == 1, "OTLP JSON writes enums as numbers"
     assert "farflung.groups" in (tmp_path / "metrics-first.jsonl").read_text()
+
+
+def test_nobody_is_blamed_while_a_run_is_paused_stopped_or_without_a_learner() -> None:
+    from broker.messages import Node
+    from deploy.snapshot import snapshot_of
+    from tests.unit.test_learner_parts import head
+
+    def learner(detail: str) -> Node:
+        gauges = {"step": 9.0, "rollout_wait": 0.9}
+        return Node(
+            id="l", node="learner", fleet="f", host="h", pid=1, state="ready", run="r", detail=detail, gauges=gauges
+        )
+
+    assert snapshot_of(head(), [learner("")]).verdict().bottleneck == "generation"
+    assert snapshot_of(head(), [learner("paused by request")]).verdict().sentence == "the run is paused"
+    assert snapshot_of(head(state="stopped"), [learner("")]).verdict().sentence == "the run is stopped"
+    assert snapshot_of(head(), []).verdict().sentence == "no learner is present"
