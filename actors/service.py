@@ -233,7 +233,8 @@ class Actor:
             task = decode(delivery.data, Task)
         except MalformedMessage as error:
             # Given back, not acknowledged: once its deliveries are used up, the learner closes the group.
-            await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
+            if delivery.attempt == 1:
+                await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
             await delivery.release()
             return
         head = self._heads.heads.get(task.run)

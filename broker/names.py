@@ -96,6 +96,11 @@ def group_prefix(run: str, incarnation: str, group: str) -> str:
     return f"{run_prefix(run, incarnation)}/groups/{group}"
 
 
+def group_of(key: str) -> str:
+    """The group whose blob lies under `key` (`.../groups/{group}.{sha256}`)."""
+    return key.rpartition("/")[2].partition(".")[0]
+
+
 def adapter_prefix(run: str, incarnation: str, version: int) -> str:
     return f"{run_prefix(run, incarnation)}/adapters/{version:06d}"
 

@@ -119,7 +119,7 @@ class Store:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def put(self, prefix: str, data: bytes) -> BlobRef:
-        """Store `data` under `{prefix}/{sha256}` and return what identifies it. Raises StoreError."""
+        """Store `data` under `{prefix}.{sha256}` and return what identifies it. Raises StoreError."""
         ref = reference(prefix, data)
 
         def upload() -> None:
@@ -217,7 +217,7 @@ class Store:
 def reference(prefix: str, data: bytes) -> BlobRef:
     """The key, size and sha256 that `data` will have under `prefix`."""
     digest = hashlib.sha256(data).hexdigest()
-    return BlobRef(key=f"{prefix}/{digest}", size=len(data), sha256=digest)
+    return BlobRef(key=f"{prefix}.{digest}", size=len(data), sha256=digest)
 
 
 def _brief(error: BaseException) -> str:

@@ -246,7 +246,7 @@ async def _group_objects(services: Services, head: Head) -> list[tuple[str, floa
     """(group id, time written, key) of every stored group, newest first."""
     prefix = f"{names.run_prefix(head.run, head.incarnation)}/groups/"
     objects = await services.store.list(prefix)
-    return sorted(((key.split("/")[-2], written, key) for key, written in objects), reverse=True)
+    return sorted(((names.group_of(key), written, key) for key, written in objects), reverse=True)
 
 
 async def trajectories_list(services: Services, run: str, limit: int, as_json: bool) -> None:

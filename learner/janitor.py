@@ -119,9 +119,13 @@ class Janitor:
             return
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             task = await self._bus.jetstream.get_msg(names.tasks_stream(self._session.run), sequence)
-            group = (task.subject or "").rsplit(".", 1)[-1]
-            reason = f"{MAX_DELIVERIES} actors had its task, and each died with it or gave it back"
-            await self._close(group, "failed", reason, task.data or b"")
+            subject = task.subject or ""
+            group = subject.rsplit(".", 1)[-1]
+            if self._ledger.is_open(group):
+                reason = f"{MAX_DELIVERIES} actors had its task, and each died with it or gave it back"
+                await self._close(group, "failed", reason, task.data or b"")
+            else:
+                await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
 
     async def _close(self, group: str, outcome: Outcome, reason: str, task: bytes) -> None:
         """Close a group nobody answers, and dead-letter its task. A late answer finds it closed."""

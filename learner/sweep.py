@@ -21,7 +21,7 @@ def removable_groups(
     if keep_hours <= 0:
         return []
     limit = max(keep_hours, UNREFERENCED_HOURS) * 3600
-    return [key for key, written in objects if now - written > limit and key.split("/")[-2] not in open_groups]
+    return [key for key, written in objects if now - written > limit and names.group_of(key) not in open_groups]
 
 
 def removable_versions(
@@ -29,13 +29,14 @@ def removable_versions(
 ) -> list[str]:
     """Keys of adapters and checkpoints older than the newest `keep` (0: keep all) that nothing current refers to.
 
-    Their keys say `.../{number}/...`; `newest` is the newest number. What was written within a day stays.
+    Their keys say `.../adapters/{number}.{sha256}` and `.../checkpoints/{number}/{part}.{sha256}`; `newest` is the
+    newest number. What was written within a day stays.
     """
     if keep <= 0:
         return []
     removable = []
     for key, written in objects:
-        number = int(key.split("/")[4])
+        number = int(key.split("/")[4].partition(".")[0])
         if number <= newest - keep and key not in referenced and now - written > UNREFERENCED_HOURS * 3600:
             removable.append(key)
     return removable

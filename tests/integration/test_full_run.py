@@ -81,7 +81,7 @@ class Run:
     def stored_groups(self) -> list[Group]:
         """Every group in the run's store, by index."""
         objects = self.directory / "servers" / "objects" / "farflung" / "runs" / self.config.stem
-        blobs = [path for path in objects.glob("*/groups/*/*") if path.is_file()]
+        blobs = [path for path in objects.glob("*/groups/*") if path.is_file()]
         return sorted((Group.from_blob(path.read_bytes()) for path in blobs), key=lambda group: group.index)
 
 

@@ -158,19 +158,19 @@ def test_a_lease_is_overdue_once_and_only_after_its_limit() -> None:
 
 def test_retention_keeps_open_groups_and_what_is_young() -> None:
     day = 24 * 3600.0
-    objects = [("runs/r/i/groups/open/s", 0.0), ("runs/r/i/groups/old/s", 0.0), ("runs/r/i/groups/new/s", 9.5 * day)]
-    assert removable_groups(objects, open_groups={"open"}, now=10 * day, keep_hours=48) == ["runs/r/i/groups/old/s"]
+    objects = [("runs/r/i/groups/open.s", 0.0), ("runs/r/i/groups/old.s", 0.0), ("runs/r/i/groups/new.s", 9.5 * day)]
+    assert removable_groups(objects, open_groups={"open"}, now=10 * day, keep_hours=48) == ["runs/r/i/groups/old.s"]
     assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=0) == []
     assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=1) == [
-        "runs/r/i/groups/open/s", "runs/r/i/groups/old/s",
+        "runs/r/i/groups/open.s", "runs/r/i/groups/old.s",
     ]  # fmt: skip
 
 
 def test_retention_of_versions_never_removes_what_the_head_refers_to() -> None:
     day = 24 * 3600.0
-    objects = [(f"runs/r/i/adapters/{number:06d}/s", 0.0) for number in (1, 2, 8, 9)]
+    objects = [(f"runs/r/i/adapters/{number:06d}.s", 0.0) for number in (1, 2, 8, 9)]
     doomed = removable_versions(objects, newest=9, referenced={objects[1][0]}, keep=2, now=10 * day)
-    assert doomed == ["runs/r/i/adapters/000001/s"]
+    assert doomed == ["runs/r/i/adapters/000001.s"]
     assert removable_versions(objects, newest=9, referenced=(), keep=0, now=10 * day) == []
 
 
