@@ -32,7 +32,6 @@ from broker.ending import end
 from broker.errors import AdapterError, FarflungError, GenerationError, ObjectMissing, PromptTooLong, StoreError
 from broker.messages import (
     AdapterRef,
-    BlobRef,
     CancelRequest,
     Completion,
     GenerateRefused,
@@ -361,7 +360,7 @@ class Replica:
         directory = self._work / "adapters" / ref.sha256
         if directory.exists():
             return directory
-        data = await self._store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
+        data = await self._store.get(ref.blob)
         scratch = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         try:

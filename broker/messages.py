@@ -247,6 +247,14 @@ class ReplicaLoad(Message, frozen=True, kw_only=True, tag="load"):
 # --------------------------------------------------------------------------------------------------------- registry
 
 
+class BlobRef(msgspec.Struct, frozen=True):
+    """An object in the store and what it must hash to."""
+
+    key: str
+    size: int
+    sha256: str
+
+
 class AdapterRef(msgspec.Struct, frozen=True):
     """Where the adapter of one version lies and what it must hash to."""
 
@@ -256,13 +264,10 @@ class AdapterRef(msgspec.Struct, frozen=True):
     size: int
     sha256: str
 
-
-class BlobRef(msgspec.Struct, frozen=True):
-    """An object in the store and what it must hash to."""
-
-    key: str
-    size: int
-    sha256: str
+    @property
+    def blob(self) -> BlobRef:
+        """The object that holds it."""
+        return BlobRef(key=self.key, size=self.size, sha256=self.sha256)
 
 
 RunState = Literal["running", "stopped", "finished", "failed"]

@@ -23,7 +23,7 @@ from broker.adapters import write_adapter_directory
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
 from broker.errors import ConfigError, FarflungError, RunConflict, StoreError
-from broker.messages import BlobRef, Control, Head, Node, VersionRecord
+from broker.messages import Control, Head, Node, VersionRecord
 from broker.models import resolve
 from broker.registry import Registry, Roster
 from broker.store import Store, StoreAddress
@@ -215,7 +215,7 @@ async def adapters_pull(services: Services, run: str, target: Path, number: int 
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; name a new directory")
     ref = records[wanted].adapter
-    data = await services.store.get(BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256))
+    data = await services.store.get(ref.blob)
     if not merge:
         write_adapter_directory(data, target)
         services.console.print(f"version {wanted} of {run} ({ref.name}) is in {target}")

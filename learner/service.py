@@ -490,7 +490,7 @@ class Learner:
         if version is None:
             return await self._session.store_blob(step, "weights", weights), None
         adapter = await self._session.offer(version, step, weights, trace)
-        return _blob(adapter), adapter
+        return adapter.blob, adapter
 
     # ------------------------------------------------------------------------------------------------- looking after
 
@@ -636,7 +636,3 @@ class Learner:
 
     def _summary(self) -> Finished:
         return summarize(self._session.head, self._rewards, self._ledger.counts(), self._seconds(), done=self._done())
-
-
-def _blob(ref: AdapterRef) -> BlobRef:
-    return BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256)

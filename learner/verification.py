@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from broker.errors import PolicyMismatch
-from broker.messages import AdapterRef, BlobRef
+from broker.messages import AdapterRef
 from broker.runspec import AlgorithmSection
 from broker.store import Store
 from learner.buffer import Held
@@ -48,9 +48,7 @@ class Verifier:
                 raise PolicyMismatch(
                     f"tokens were sampled under version {version}, which this run never published or has retired"
                 )
-            self._weights[version] = await self._store.get_patiently(
-                BlobRef(key=ref.key, size=ref.size, sha256=ref.sha256)
-            )
+            self._weights[version] = await self._store.get_patiently(ref.blob)
         return {version: self._weights.get(version) for version in versions}
 
     def check(
