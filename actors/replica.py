@@ -10,22 +10,20 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import nats.errors
 import numpy as np
 from nats.aio.msg import Msg
 
+from actors.adapter_cache import AdapterCache
 from actors.engines.base import Engine, Sampling
 from actors.residency import wanted
-from broker import names
-from broker.adapters import write_adapter_directory
+from broker import faults, names
 from broker.blocks import BLOCK, chain
 from broker.bus import Bus
 from broker.ending import end
@@ -46,7 +44,6 @@ from broker.messages import (
     unpack_ids,
 )
 from broker.registry import PRESENCE_SECONDS, Heads, Registry
-from broker.store import Store
 from observability import metrics, tracing
 from observability.shares import Rate
 
@@ -70,9 +67,6 @@ RETRY_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 """The store, or a disk with room, is looked for this often at least."""
 
-ABANDONED_SECONDS = 24 * 3600.0
-"""A work directory that was not touched for so long belongs to an actor that was killed."""
-
 
 @dataclass
 class _Trouble:
@@ -92,16 +86,25 @@ class Replica:
     """One engine's face to the fleet."""
 
     def __init__(
-        self, bus: Bus, registry: Registry, store: Store, engine: Engine, *, fleet: str, id: str, model: str, work: Path
+        self,
+        bus: Bus,
+        registry: Registry,
+        cache: AdapterCache,
+        engine: Engine,
+        *,
+        fleet: str,
+        id: str,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._registry = registry
-        self._store = store
+        self._cache = cache
         self._engine = engine
         self.fleet = fleet
         self.id = id
         self._model = model
-        self._work = work
+        self._clock = clock
         self._running: dict[str, asyncio.Task[None]] = {}
         self._reply_to: dict[str, str] = {}
         self._completed: list[Completion] = []
@@ -122,8 +125,8 @@ class Replica:
         subscriptions = []
         parts: list[asyncio.Task[None]] = []
         try:
-            self._touch_work()
-            await asyncio.to_thread(self._sweep_work)
+            self._cache.touch()
+            await asyncio.to_thread(self._cache.sweep_abandoned)
             await heads.ready.wait()
             await self._join(heads)
             subscriptions = [
@@ -141,7 +144,7 @@ class Replica:
             await end(*parts, *self._running.values(), *(task for _, task in self._unloading.values()))
             await heads.close()
             await self._registry.remove_node(self.id)
-            shutil.rmtree(self._work / "adapters", ignore_errors=True)
+            self._cache.clear()
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -154,7 +157,7 @@ class Replica:
 
     async def _serve(self, request: GenerateRequest, headers: dict[str, str]) -> None:
         prompt = unpack_ids(request.prompt)
-        began = time.monotonic()
+        began = self._clock()
         done = Completion(id=request.id, ok=False, prompt_tokens=len(prompt), cached_tokens=0, output_tokens=0)
         answer: GenerateReply | GenerateRefused
         try:
@@ -183,9 +186,9 @@ class Replica:
                 adapter=result.adapter,
                 version=self._version_of(result.adapter),
                 cached_tokens=result.cached_tokens,
-                seconds=time.monotonic() - began,
+                seconds=self._clock() - began,
             )
-            self._tokens.add(len(result.token_ids), time.monotonic())
+            self._tokens.add(len(result.token_ids), self._clock())
             metrics.count("farflung.tokens.sampled", len(result.token_ids), replica=self.id)
             metrics.count("farflung.tokens.prompt", len(prompt), replica=self.id)
             metrics.count("farflung.tokens.cached", result.cached_tokens, replica=self.id)
@@ -255,10 +258,10 @@ class Replica:
 
     async def _join(self, heads: Heads) -> None:
         """Load what is wanted before serving; what cannot be had yet is waited for, but not longer than that."""
-        deadline = time.monotonic() + NOT_THERE_YET_SECONDS
+        deadline = self._clock() + NOT_THERE_YET_SECONDS
         await self._settle(heads)
         while any(ref.name not in self._loaded and ref.name not in self._refused() for ref in self._wanted):
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 return
             await self._look(heads)
 
@@ -269,7 +272,7 @@ class Replica:
     async def _look(self, heads: Heads) -> None:
         """Settle as soon as the registry changes, or an adapter that could not be loaded is to be tried again."""
         again = [trouble.again for trouble in self._troubles.values() if trouble.again is not None]
-        pause = max(0.0, min(again) - time.monotonic()) if again else None
+        pause = max(0.0, min(again) - self._clock()) if again else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await self._registry_changed.wait()
@@ -298,26 +301,27 @@ class Replica:
         await self._put_node()
         for ref in self._wanted:
             trouble = self._troubles.get(ref.name)
-            waits = trouble is not None and (trouble.again is None or trouble.again > time.monotonic())
+            waits = trouble is not None and (trouble.again is None or trouble.again > self._clock())
             if ref.name in self._loaded or waits:
                 continue
             await self._load(ref, _trace_of(heads, ref))
+            faults.reached("replica.loaded")
             await self._put_node()
             if self._registry_changed.is_set():
                 return
 
     async def _load(self, ref: AdapterRef, trace: Mapping[str, str]) -> None:
-        trouble = self._troubles.setdefault(ref.name, _Trouble(since=time.monotonic()))
+        trouble = self._troubles.setdefault(ref.name, _Trouble(since=self._clock()))
         crowded = bool(self._unloading)
         try:
             with tracing.span("load", parent=trace, adapter=ref.name, replica=self.id, version=ref.version):
-                directory = await self._fetch(ref)
+                directory = await self._cache.fetch(ref)
                 if unloading := self._unloading.get(ref.name):
                     await unloading[1]
                 await self._engine.load_adapter(ref.name, directory)
         except ObjectMissing as error:
-            if time.monotonic() - trouble.since < NOT_THERE_YET_SECONDS:
-                trouble.again = time.monotonic() + NOT_THERE_YET_PAUSE
+            if self._clock() - trouble.since < NOT_THERE_YET_SECONDS:
+                trouble.again = self._clock() + NOT_THERE_YET_PAUSE
             else:
                 self._failed(ref, str(error), retry=True, refuse=True)
         except StoreError as error:
@@ -325,13 +329,13 @@ class Replica:
         except OSError as error:
             self._failed(
                 ref,
-                f"{self._work / 'adapters'} cannot take the adapter ({error}); "
+                f"{self._cache.place} cannot take the adapter ({error}); "
                 "make room on its disk, or set FARFLUNG_CACHE to another",
                 retry=True,
             )
         except AdapterError as error:
             if crowded:  # the slot of one that is being unloaded may be all it lacks
-                trouble.again = time.monotonic() + RETRY_PAUSE
+                trouble.again = self._clock() + RETRY_PAUSE
             else:
                 self._failed(ref, str(error), retry=False)
         else:
@@ -347,29 +351,13 @@ class Replica:
         trouble.refused = trouble.refused or refuse or trouble.failures >= LOAD_ATTEMPTS
         pause = min(LONGEST_PAUSE, RETRY_PAUSE * 2.0 ** min(trouble.failures - 1, 10))
         trouble.rejections += not retry
-        trouble.again = time.monotonic() + pause if trouble.rejections < LOAD_ATTEMPTS else None
+        trouble.again = self._clock() + pause if trouble.rejections < LOAD_ATTEMPTS else None
         log.warning("adapter %s not loaded (attempt %d): %s", ref.name, trouble.failures, reason)
 
     def _refused(self) -> dict[str, str]:
         """Adapters that are wanted and cannot be had, with the reason."""
         troubles = {name: trouble.reason for name, trouble in self._troubles.items() if trouble.refused}
         return troubles | self._no_slot
-
-    async def _fetch(self, ref: AdapterRef) -> Path:
-        """The adapter as a PEFT directory, from the local cache or from the store, verified."""
-        directory = self._work / "adapters" / ref.sha256
-        if directory.exists():
-            return directory
-        data = await self._store.get(ref.blob)
-        scratch = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            await asyncio.to_thread(write_adapter_directory, data, scratch)
-            scratch.rename(directory)
-        except OSError:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        return directory
 
     async def _unload(self, name: str) -> None:
         try:
@@ -381,40 +369,21 @@ class Replica:
     def _discard_unneeded(self) -> None:
         """Remove the cached adapters that are neither wanted nor in the engine."""
         leaving = [ref for ref, _ in self._unloading.values()]
-        needed = {ref.sha256 for ref in (*self._wanted, *self._loaded.values(), *leaving)}
-        for directory in (self._work / "adapters").glob("*"):
-            if directory.name.removesuffix(".partial") not in needed:
-                shutil.rmtree(directory, ignore_errors=True)
-
-    def _sweep_work(self) -> None:
-        """Remove what killed replicas of this host left beside this one's work directory."""
-        for adapters in self._work.parent.glob("*/adapters"):
-            with contextlib.suppress(OSError):
-                if adapters.parent == self._work or time.time() - adapters.parent.stat().st_mtime < ABANDONED_SECONDS:
-                    continue
-                log.info("removing %s, abandoned", adapters.parent)
-                shutil.rmtree(adapters)
-                adapters.parent.rmdir()
-
-    def _touch_work(self) -> None:
-        """Show the replicas of this host that start later that this work directory is in use."""
-        with contextlib.suppress(OSError):
-            self._work.mkdir(parents=True, exist_ok=True)
-            self._work.touch()
+        self._cache.keep({ref.sha256 for ref in (*self._wanted, *self._loaded.values(), *leaving)})
 
     # --------------------------------------------------------------------------------------------------- presence
 
     async def _announce(self) -> None:
         metrics.observe(self._gauges, replica=self.id)
         while True:
-            self._touch_work()
+            self._cache.touch()
             await self._put_node()
             await asyncio.sleep(PRESENCE_SECONDS)
 
     def _gauges(self) -> dict[str, float]:
         return {
             "farflung.replica.running": float(len(self._running)),
-            "farflung.replica.tokens_per_second": self._tokens.read(time.monotonic()),
+            "farflung.replica.tokens_per_second": self._tokens.read(self._clock()),
         }
 
     async def _put_node(self) -> None:
@@ -437,7 +406,7 @@ class Replica:
                 gauges={
                     "running": float(health.running),
                     "waiting": float(health.waiting),
-                    "tokens_per_second": self._tokens.read(time.monotonic()),
+                    "tokens_per_second": self._tokens.read(self._clock()),
                     "generated_tokens": float(health.generated_tokens),
                     "prefilled_tokens": float(health.prefilled_tokens),
                 },

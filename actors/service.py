@@ -22,7 +22,7 @@ import numpy as np
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
 from actors.generation import Generator
 from actors.workload import Workload, Workloads
-from broker import names
+from broker import faults, names
 from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
 from broker.chat import ChatTokenizer
 from broker.ending import end
@@ -107,6 +107,7 @@ class Actor:
         roots: Sequence[Path],
         max_inflight: int,
         clock: Callable[[], float] = time.monotonic,
+        workloads: Workloads | None = None,
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -117,8 +118,8 @@ class Actor:
         self._context = context
         self._max_inflight = max_inflight
         self._clock = clock
-        self._generator = Generator(bus, fleet=fleet)
-        self._workloads = Workloads(roots)
+        self._generator = Generator(bus, fleet=fleet, clock=clock)
+        self._workloads = workloads or Workloads(roots)
         self._pullers: dict[str, Puller] = {}
         self._leases: dict[str, Lease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +137,7 @@ class Actor:
     async def run(self) -> None:
         """Work until cancelled; tasks under way are then given back, to run elsewhere at once."""
         self._heads = Heads(self._registry, on_change=self._on_head)
-        self._roster = Roster(self._registry)
+        self._roster = Roster(self._registry, clock=self._clock)
         try:
             await self._heads.ready.wait()
             await self._roster.ready.wait()
@@ -242,6 +243,7 @@ class Actor:
         if head is None or workload is None or head.incarnation != task.incarnation:
             await delivery.release(delay=5.0)
             return
+        faults.reached("actor.leased")
         lease = Lease(delivery, task, workload, self._clock())
         self._leases[task.group] = lease
         running = asyncio.create_task(self._work(lease), name=task.group)
@@ -261,6 +263,7 @@ class Actor:
                 if answer is not None:
                     await self._publish(lease, answer, id)
             await lease.delivery.ack()
+            faults.reached("actor.acknowledged")
         except asyncio.CancelledError:
             await lease.delivery.release()
             raise
@@ -360,6 +363,7 @@ class Actor:
         with tracing.span("store", group=task.group) as span:
             data = group.encode()
             ref = await self._put(lease, data)
+            faults.reached("actor.blob_stored")
             span.set_attribute("farflung.bytes", len(data))
         ready = GroupReady(
             run=task.run,
@@ -426,6 +430,7 @@ class Actor:
                 continue
             if receipt.outcome != "stored":
                 log.info("group %s was answered already (%s)", lease.task.group, receipt.outcome)
+            faults.reached("actor.published")
             return
 
     def _generate_for(self, lease: Lease) -> Generate:
@@ -450,6 +455,7 @@ class Actor:
             )
             tokens = unpack_ids(reply.token_ids)
             lease.sampled[episode] = lease.sampled.get(episode, 0) + len(tokens)
+            faults.reached("actor.mid_episode")
             return Sampled(
                 token_ids=np.asarray(tokens, dtype=np.int32),
                 logprobs=unpack_floats(reply.logprobs),

@@ -27,6 +27,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from broker import names
+from broker.clock import now
 from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, StoreError
 from broker.messages import DeadLetter, Message
 
@@ -115,7 +116,7 @@ class Puller:
         self._subscription = subscription
         self.stream = stream
         self.consumer = consumer
-        self._checked = time.monotonic()
+        self._checked = 0.0
 
     async def fetch(self, batch: int, timeout: float) -> list[Delivery]:
         """Up to `batch` messages; an empty list when none came within `timeout` seconds. Raises ConsumerGone.
@@ -141,9 +142,9 @@ class Puller:
         return [Delivery(message) for message in messages]
 
     async def _check(self) -> None:
-        if time.monotonic() - self._checked < CONSUMER_CHECK_SECONDS:
+        if now() - self._checked < CONSUMER_CHECK_SECONDS:
             return
-        self._checked = time.monotonic()
+        self._checked = now()
         try:
             await self._jetstream.consumer_info(self.stream, self.consumer)
         except nats.js.errors.NotFoundError as error:
@@ -292,7 +293,7 @@ class Bus:
         the broker's disk is full, ConnectionFailed when it did not answer in time.
         """
         data = message.encode()
-        deadline = time.monotonic() + timeout
+        deadline = now() + timeout
         problem = "no answer"
         while True:
             try:
@@ -311,7 +312,7 @@ class Bus:
                 problem = str(error) or type(error).__name__
             else:
                 return Receipt("duplicate" if answer.duplicate else "stored", int(answer.seq))
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 hint = "it is there, but does its disk have room?" if self.client.is_connected else "is it running?"
                 raise ConnectionFailed(
                     f"NATS at {self.url} did not store {subject} in {timeout:.0f} s: {problem}; {hint}"
@@ -469,7 +470,7 @@ async def _reach(url: str, timeout: float) -> None:
     if not parts.hostname:
         raise ConnectionFailed(f"{without_password(url)!r} is no NATS URL; expected nats://user:password@host:port")
     port = parts.port or {"ws": 80, "wss": 443}.get(parts.scheme, 4222)
-    deadline = time.monotonic() + timeout
+    deadline = now() + timeout
     while True:
         try:
             async with asyncio.timeout(5):
@@ -477,7 +478,7 @@ async def _reach(url: str, timeout: float) -> None:
             writer.close()
             return
         except (OSError, TimeoutError) as error:
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 raise ConnectionFailed(
                     f"NATS at {without_password(url)} cannot be reached ({error or 'timed out'}); "
                     "is the server running, and is the URL right?"

@@ -21,6 +21,7 @@ from nats.js.kv import KeyValue
 
 from broker import names
 from broker.bus import WRONG_LAST_SEQUENCE, Bus
+from broker.clock import now
 from broker.ending import end
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
 from broker.messages import Control, Head, Message, Node, VersionRecord, decode
@@ -54,14 +55,14 @@ class Bucket:
 
     async def get(self, key: str, *, patience: float = 30.0) -> Entry | None:
         """The newest value, None when there is none. Raises ConnectionFailed when no answer comes for `patience` s."""
-        deadline = time.monotonic() + patience
+        deadline = now() + patience
         while True:
             try:
                 entry = await self._kv.get(key)
             except nats.js.errors.KeyNotFoundError:
                 return None
             except (nats.errors.Error, TimeoutError) as error:
-                if time.monotonic() > deadline:
+                if now() > deadline:
                     raise ConnectionFailed(f"NATS at {self._bus.url} did not answer for {self.name}/{key}") from error
                 await asyncio.sleep(0.2)
                 continue
@@ -78,7 +79,7 @@ class Bucket:
         An answer that got lost is looked up: when the key holds exactly `value`, the write was ours. Raises
         RegistryConflict when somebody else wrote, ConnectionFailed when the broker stays away for `patience` seconds.
         """
-        deadline = time.monotonic() + patience
+        deadline = now() + patience
         while True:
             try:
                 # `create` knows that a key which was deleted is absent; a plain update from 0 does not.
@@ -87,18 +88,18 @@ class Bucket:
             except nats.js.errors.KeyWrongLastSequenceError:
                 pass
             except nats.js.errors.APIError as error:
-                if error.err_code not in WRONG_LAST_SEQUENCE and time.monotonic() > deadline:
+                if error.err_code not in WRONG_LAST_SEQUENCE and now() > deadline:
                     raise ConnectionFailed(f"NATS cannot store {self.name}/{key}: {error.description}") from error
             except (nats.errors.Error, TimeoutError) as error:
-                if time.monotonic() > deadline:
+                if now() > deadline:
                     raise ConnectionFailed(f"NATS at {self._bus.url} did not store {self.name}/{key}") from error
                 await asyncio.sleep(0.2)
-            now = await self.get(key, patience=patience)
-            if now is not None and now.value == value:
-                return now.revision
-            if (now.revision if now else 0) != revision:
+            there = await self.get(key, patience=patience)
+            if there is not None and there.value == value:
+                return there.revision
+            if (there.revision if there else 0) != revision:
                 raise RegistryConflict(f"{self.name}/{key} was written by somebody else since revision {revision}")
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 raise ConnectionFailed(f"NATS at {self._bus.url} refuses to store {self.name}/{key}")
             await asyncio.sleep(0.05)
 
@@ -155,7 +156,7 @@ class Watch:
 
     async def _read(self, watcher: KeyValue.KeyWatcher, before: int) -> None:
         """Follow `watcher` until it is found to be behind the bucket. `before`: the last sequence when it began."""
-        checked = time.monotonic()
+        checked = now()
         while True:
             try:
                 entry = await watcher.updates(timeout=REREAD_SECONDS)
@@ -169,8 +170,8 @@ class Watch:
                     self._seen = int(entry.revision or 0)
                     deleted = entry.operation in ("DEL", "PURGE") or not entry.value
                     self._on_change(entry.key, None if deleted else entry.value)
-            if time.monotonic() - checked > REREAD_SECONDS:
-                checked = time.monotonic()
+            if now() - checked > REREAD_SECONDS:
+                checked = now()
                 last = await self._bucket.last_sequence()
                 if last < self._seen:
                     self._seen = 0  # the bucket was wiped and begins again

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import io
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error
 
+from broker.clock import now
 from broker.errors import ConfigError, ConnectionFailed, ObjectCorrupt, ObjectMissing, StoreError
 from broker.messages import BlobRef
 
@@ -95,7 +95,7 @@ class Store:
                 self._client.make_bucket(self.address.bucket)
             next(iter(self._client.list_objects(self.address.bucket, prefix="none/")), None)
 
-        deadline = time.monotonic() + timeout
+        deadline = now() + timeout
         while True:
             try:
                 await self._run(prepare)
@@ -103,12 +103,12 @@ class Store:
             except S3Error as error:
                 if error.code in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                     return
-                if error.code in DENIED or time.monotonic() > deadline:
+                if error.code in DENIED or now() > deadline:
                     raise ConnectionFailed(
                         f"S3 at {self.address.shown} refused: {error.code}; check the access key and the secret key"
                     ) from error
             except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
-                if time.monotonic() > deadline:
+                if now() > deadline:
                     raise ConnectionFailed(
                         f"S3 at {self.address.shown} cannot be reached ({_brief(error)}); "
                         "is the server running, and is the URL right?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 from rich.console import Console
 
+from broker import faults
 from broker.errors import FarflungError
 from deploy import config as configuration
 from deploy.profile import Connection, find
@@ -430,6 +432,7 @@ async def trajectories_show(services: Any, run: str, group: str | None, tokens: 
 def main() -> None:
     """The entry point: errors of ours become one line and their exit code."""
     try:
+        faults.from_environment(os.environ)
         cli(standalone_mode=True)
     except FarflungError as error:
         click.echo(f"farflung: {error}", err=True)

@@ -66,6 +66,7 @@ async def actor(connection: Connection, id: str, options: ActorOptions) -> int:
 
 
 async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: ActorOptions) -> None:
+    from actors.adapter_cache import AdapterCache
     from actors.engines import create
     from actors.replica import Replica
     from actors.service import Actor
@@ -92,7 +93,13 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
             await engine.start()
             replica_id = id.replace("actor-", "replica-", 1)
             replica = Replica(
-                bus, registry, store, engine, fleet=fleet, id=replica_id, model=files.fingerprint, work=work
+                bus,
+                registry,
+                AdapterCache(store, work),
+                engine,
+                fleet=fleet,
+                id=replica_id,
+                model=files.fingerprint,
             )
             parts.append(replica.run())
         worker = Actor(

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from broker import faults
 from broker.registry import Roster
 from learner.activation import Activation, ReplicaView, State, backoff
 from learner.session import Session
@@ -88,6 +89,7 @@ class Activator:
         """One attempt; None when a newer version was committed meanwhile."""
         members = frozenset(view.id for view in self._views())
         activation = Activation(version, name, members, self._clock(), self._timeout, self._min_replicas)
+        faults.reached("learner.activating")
         while self._session.head.head == version:
             state = activation.observe(self._views(), self._clock())
             for replica, reason in activation.expelled.items():

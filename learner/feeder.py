@@ -8,7 +8,7 @@ import logging
 
 from opentelemetry.trace import Span
 
-from broker import names
+from broker import faults, names
 from broker.bus import Bus, StreamFull
 from broker.errors import ConnectionFailed, StoreError
 from broker.messages import Head, Task
@@ -52,7 +52,9 @@ class Feeder:
         """Open the next group and publish its task; `active` is the version that its credit counted on."""
         group = self.id_of(self._ledger.cursor)
         index = self._ledger.issue(group)
+        faults.reached("learner.issue")
         await self._publish(group, index, "", active)
+        faults.reached("learner.issued")
 
     async def issue_again(self, group: str, index: int, active: int) -> None:
         """Publish the task of an open group that the broker does not hold any more."""

@@ -12,7 +12,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 
-from broker import names
+from broker import faults, names
 from broker.bus import MAX_DELIVERIES, Bus, advisory_sequence
 from broker.errors import ConnectionFailed, Fenced, StoreError
 from broker.runspec import RunSpec
@@ -154,6 +154,7 @@ class Janitor:
                 )
             for key in doomed:
                 await self._store.remove(key)
+                faults.reached("learner.sweeping")
         except StoreError as error:
             log.warning("not swept: %s", error)
             return

@@ -156,7 +156,7 @@ class Policy:
         """One optimizer step on `sequences`, packed into rows of at most `token_budget` tokens.
 
         The gradient is that of the whole step's loss, however it is packed. When all advantages are zero nothing is
-        stepped; the statistics are computed all the same. `progress` is called with "after_forward_backward" and
+        stepped; the statistics are computed all the same. `progress` is called with "after_backward" and
         "after_optimizer".
 
         Raises RunFailed when the gradient is not finite; the weights are then as they were before the step.
@@ -190,7 +190,7 @@ class Policy:
             loss += row_loss.detach()
             entropy += row_entropy.sum()
             sums += row_sums
-        progress("after_forward_backward")
+        progress("after_backward")
         began = self._clock()
         lr, grad_norm = self.lr, 0.0
         if signal:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from broker import names
+from broker import faults, names
 from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
@@ -79,6 +79,7 @@ class Learner:
         restart: bool = False,
         take_over: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        policy: Callable[[], Policy] | None = None,
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -92,6 +93,7 @@ class Learner:
         self._restart = restart
         self._take_over = take_over
         self._clock = clock
+        self._make_policy = policy or self._load_policy
         algorithm = spec.algorithm
         self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
         self._ledger = Ledger()
@@ -126,7 +128,7 @@ class Learner:
         Raises RunConflict (held by another, or not to be continued), Fenced (displaced), RunFailed, PolicyMismatch,
         ConfigError and its kin.
         """
-        self._roster = Roster(self._registry, on_change=self._on_node)
+        self._roster = Roster(self._registry, on_change=self._on_node, clock=self._clock)
         self._heads = Heads(self._registry, on_change=self._on_record)
         try:
             await self._roster.ready.wait()
@@ -182,6 +184,7 @@ class Learner:
     async def _prepare(self, claimed: Claim) -> None:
         """Streams, state, policy, and the tasks and groups that the broker still holds."""
         self._session = Session(self._registry, self._store, claimed)
+        faults.reached("learner.claimed")
         head, run = claimed.head, self.spec.run.name
         self._detail = "loading the model"
         announcing = asyncio.create_task(self._announce_starting())
@@ -201,13 +204,14 @@ class Learner:
             puller = await self._bus.puller(
                 names.groups_stream(run), learner_consumer(run, head.incarnation, head.epoch)
             )
-            self._policy = await self._in_thread(self._load_policy)
+            self._policy = await self._in_thread(self._make_policy)
             await self._restore()
         finally:
             await end(announcing)
         head = self._session.head
         self._feeder = Feeder(self._bus, self._source, self.spec, self._ledger, head)
         await self._adopt(run)
+        faults.reached("learner.adopted")
         self._intake = Intake(
             self._bus,
             self._store,
@@ -226,6 +230,7 @@ class Learner:
             timeout=self.spec.fleet.activation_timeout,
             min_replicas=self.spec.fleet.min_replicas,
             on_active=self._credit_changed.set,
+            clock=self._clock,
         )
         self._janitor = Janitor(
             self._bus,
@@ -408,6 +413,7 @@ class Learner:
     # -------------------------------------------------------------------------------------------------------- a step
 
     async def _step(self, batch: Sequence[Held], wait: float) -> None:
+        faults.reached("learner.batch_taken")
         head = self._session.head
         began = self._clock()
         links = [held.headers for held in batch]
@@ -431,7 +437,12 @@ class Learner:
     def _optimize(self, batch: Sequence[Held]) -> StepStats:
         algorithm = self.spec.algorithm
         sequences = sequences_of(batch, algorithm.advantage)
-        return self._policy.train_step(sequences, token_budget=self.spec.optimizer.token_budget, algorithm=algorithm)
+        return self._policy.train_step(
+            sequences,
+            token_budget=self.spec.optimizer.token_budget,
+            algorithm=algorithm,
+            progress=lambda point: faults.reached(f"learner.{point}"),
+        )
 
     async def _commit(self, batch: Sequence[Held], figures: BatchFigures, stats: StepStats) -> bool:
         """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
@@ -447,6 +458,7 @@ class Learner:
             offering = asyncio.create_task(self._store_weights(version if publish else None, step, weights, trace))
             optimizer = await self._in_thread(self._policy.optimizer_bytes)
             optimizer_ref = await self._session.store_blob(step, "optimizer", optimizer)
+            faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
             outcomes = outcomes_of(batch)
             checkpoint = Checkpoint(
@@ -479,7 +491,9 @@ class Learner:
             self._ledger.close(group, outcome)
             metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
             self._feeder.end(group, outcome)
+        faults.reached("learner.before_acknowledgements")
         await asyncio.gather(*(held.delivery.ack() for held in batch))
+        faults.reached("learner.acknowledged")
         self._intake.let_go(held.id for held in batch)
         return adapter is not None
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from broker import names
+from broker import faults, names
+from broker.clock import now
 from broker.errors import Fenced, MalformedMessage, ObjectCorrupt, ObjectMissing, RegistryConflict, StoreError
 from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
 from broker.registry import Registry
@@ -87,6 +87,7 @@ class Session:
         """Store the adapter of a version to come and show it to replicas, ahead of its commit."""
         prefix = names.adapter_prefix(self.run, self._head.incarnation, version)
         blob = await self._put(prefix, weights)
+        faults.reached("learner.adapter_uploaded")
         ref = AdapterRef(
             version=version,
             name=names.adapter_name(self.run, version, blob.sha256),
@@ -95,6 +96,7 @@ class Session:
             sha256=blob.sha256,
         )
         await self._put_version(self._record(ref, step, "offered", trace=dict(trace)))
+        faults.reached("learner.adapter_offered")
         return ref
 
     async def _put_version(self, record: VersionRecord) -> None:
@@ -110,12 +112,12 @@ class Session:
 
     async def _put(self, prefix: str, data: bytes) -> BlobRef:
         """Store an object. A store that is away or full is waited for, and that is said; in the end StoreError."""
-        deadline = time.monotonic() + STORE_PATIENCE
+        deadline = now() + STORE_PATIENCE
         while True:
             try:
                 ref = await self._store.put(prefix, data)
             except StoreError as error:
-                if time.monotonic() > deadline:
+                if now() > deadline:
                     raise
                 self.trouble = f"the commit waits for the store: {error}"
                 log.warning("%s", self.trouble)
@@ -137,6 +139,7 @@ class Session:
         """Make a step count: one compare-and-set. Raises Fenced."""
         if adapter is not None:
             self.adapters[adapter.version] = adapter
+        faults.reached("learner.before_commit")
         await self.write(
             step=checkpoint.step,
             head=checkpoint.version,
@@ -144,13 +147,16 @@ class Session:
             checkpoint=ref,
             summary=summary,
         )
+        faults.reached("learner.after_commit")
         if adapter is not None:
             record = self._record(adapter, checkpoint.step, "committed", ref, reward, dict(trace))
             await self._put_version(record)
 
     async def activate(self, version: int) -> None:
         """Make `version` the one the fleet serves. Raises Fenced."""
+        faults.reached("learner.before_activation")
         await self.write(active=version, detail="")
+        faults.reached("learner.after_activation")
         wanted = {ref.version for ref in self._head.live}
         for old in [number for number in self.adapters if number not in wanted and number < version]:
             del self.adapters[old]

@@ -85,7 +85,7 @@ class RouterService:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        roster = Roster(self._registry, on_change=self._changed.set)
+        roster = Roster(self._registry, on_change=self._changed.set, clock=self._clock)
         subscriptions = []
         try:
             await roster.ready.wait()

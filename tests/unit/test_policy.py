@@ -61,7 +61,7 @@ def step(policy: Policy, batch: list[TokenSequence], budget: int = 512) -> dict[
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(label: str) -> None:
-        if label == "after_forward_backward":
+        if label == "after_backward":
             gradients.update({name: p.grad.clone() for name, p in policy._weights.items() if p.grad is not None})
 
     policy.train_step(batch, token_budget=budget, algorithm=ALGORITHM, progress=keep)
@@ -343,7 +343,7 @@ def test_progress_is_told_before_and_after_the_optimizer(tiny_model: Path) -> No
         algorithm=ALGORITHM,
         progress=lambda label: seen.append((label, policy.step)),
     )
-    assert seen == [("after_forward_backward", 0), ("after_optimizer", 1)]
+    assert seen == [("after_backward", 0), ("after_optimizer", 1)]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_with_the_weights_intact(tiny_model: Path) -> None:

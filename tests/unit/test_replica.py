@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+import actors.adapter_cache as adapter_cache
 import actors.replica as module
+from actors.adapter_cache import ABANDONED_SECONDS, AdapterCache
 from actors.engines.base import EngineHealth
 from actors.replica import Replica
 from broker.errors import AdapterError, ObjectMissing, StoreError
@@ -81,8 +83,10 @@ class Fixture:
     def __init__(self, work: Path, slots: int) -> None:
         self.engine, self.store, self.registry = StubEngine(slots), StubStore(), StubRegistry()
         self.work = work
-        services: Any = (None, self.registry, self.store, self.engine)
-        self.replica = Replica(*services, fleet="f", id="replica-a", model="m", work=work)
+        store: Any = self.store
+        self.cache = AdapterCache(store, work)
+        services: Any = (None, self.registry, self.cache, self.engine)
+        self.replica = Replica(*services, fleet="f", id="replica-a", model="m")
         self.heads: Any = SimpleNamespace(heads={}, versions={})
 
     async def want(self, *versions: int) -> None:
@@ -191,7 +195,7 @@ async def test_a_full_disk_is_told_with_a_remedy_and_overcome(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_adapter_directory", full)
+        patch.setattr(adapter_cache, "write_adapter_directory", full)
         await subject.want(1)
         await subject.settle()
         reason = subject.refused[ref(1).name]
@@ -214,16 +218,16 @@ async def test_what_is_unloaded_leaves_the_disk_and_what_is_in_use_stays(subject
 
 
 async def test_work_of_killed_actors_is_removed_and_that_of_living_ones_stays(subject: Fixture) -> None:
-    yesterday = time.time() - 2 * module.ABANDONED_SECONDS
+    yesterday = time.time() - 2 * ABANDONED_SECONDS
     dead, living, other = (subject.work.parent / name for name in ("actor-dead", "actor-living", "other"))
     for directory in (dead / "adapters", living / "adapters", other / "things", subject.work / "adapters"):
         directory.mkdir(parents=True)
     for directory in (dead, other, subject.work):
         os.utime(directory, (yesterday, yesterday))
-    subject.replica._sweep_work()
+    subject.cache.sweep_abandoned()
     assert sorted(path.name for path in subject.work.parent.iterdir()) == ["actor-a", "actor-living", "other"]
-    subject.replica._touch_work()
-    Fixture(living, slots=1).replica._sweep_work()
+    subject.cache.touch()
+    Fixture(living, slots=1).cache.sweep_abandoned()
     assert (subject.work / "adapters").exists()
 
 
@@ -232,7 +236,8 @@ async def test_a_cancelled_replica_leaves_no_task_behind(bus: Any, registry: Any
     before = asyncio.all_tasks()
     engine: Any = StubEngine(1)
     store: Any = StubStore()
-    replica = Replica(bus, registry, store, engine, fleet="f", id="replica-x", model="m", work=tmp_path / "work" / "a")
+    cache = AdapterCache(store, tmp_path / "work" / "a")
+    replica = Replica(bus, registry, cache, engine, fleet="f", id="replica-x", model="m")
     serving = asyncio.create_task(replica.run())
     await until(lambda: replica._state == "ready")
     stuck = asyncio.create_task(asyncio.Event().wait())
