@@ -65,7 +65,7 @@ RETRY_PAUSE = 1.0
 """The pause after the first failure; each further one doubles it."""
 
 LONGEST_PAUSE = 30.0
-"""The store, or a disk with room, is looked for this often at least."""
+"""An adapter that is wanted is tried this often at least."""
 
 
 @dataclass
@@ -75,11 +75,9 @@ class _Trouble:
     since: float
     reason: str = ""
     failures: int = 0
-    rejections: int = 0
-    """Failures that were the adapter's own."""
     refused: bool = False
-    again: float | None = 0.0
-    """When to try the next time; None: never, the adapter itself is at fault."""
+    again: float = 0.0
+    """When to try the next time."""
 
 
 class Replica:
@@ -271,7 +269,7 @@ class Replica:
 
     async def _look(self, heads: Heads) -> None:
         """Settle as soon as the registry changes, or an adapter that could not be loaded is to be tried again."""
-        again = [trouble.again for trouble in self._troubles.values() if trouble.again is not None]
+        again = [trouble.again for trouble in self._troubles.values()]
         pause = max(0.0, min(again) - self._clock()) if again else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
@@ -301,7 +299,7 @@ class Replica:
         await self._put_node()
         for ref in self._wanted:
             trouble = self._troubles.get(ref.name)
-            waits = trouble is not None and (trouble.again is None or trouble.again > self._clock())
+            waits = trouble is not None and trouble.again > self._clock()
             if ref.name in self._loaded or waits:
                 continue
             await self._load(ref, _trace_of(heads, ref))
@@ -323,35 +321,35 @@ class Replica:
             if self._clock() - trouble.since < NOT_THERE_YET_SECONDS:
                 trouble.again = self._clock() + NOT_THERE_YET_PAUSE
             else:
-                self._failed(ref, str(error), retry=True, refuse=True)
+                self._failed(ref, str(error), refuse=True)
         except StoreError as error:
-            self._failed(ref, str(error), retry=True)
+            self._failed(ref, str(error))
         except OSError as error:
             self._failed(
                 ref,
                 f"{self._cache.place} cannot take the adapter ({error}); "
                 "make room on its disk, or set FARFLUNG_CACHE to another",
-                retry=True,
             )
         except AdapterError as error:
             if crowded:  # the slot of one that is being unloaded may be all it lacks
                 trouble.again = self._clock() + RETRY_PAUSE
             else:
-                self._failed(ref, str(error), retry=False)
+                self._failed(ref, str(error))
         else:
             self._loaded[ref.name] = ref
             del self._troubles[ref.name]
             log.info("adapter %s loaded", ref.name)
 
-    def _failed(self, ref: AdapterRef, reason: str, *, retry: bool, refuse: bool = False) -> None:
-        """Note why `ref` was not loaded. `retry`: the adapter is not at fault, so it is never given up."""
+    def _failed(self, ref: AdapterRef, reason: str, *, refuse: bool = False) -> None:
+        """Note why `ref` was not loaded. It is refused in time, and tried again all the same: whatever was at fault
+        (an engine out of memory, a store, a disk) may come right, and the run waits for it.
+        """
         trouble = self._troubles[ref.name]
         trouble.failures += 1
         trouble.reason = reason
         trouble.refused = trouble.refused or refuse or trouble.failures >= LOAD_ATTEMPTS
         pause = min(LONGEST_PAUSE, RETRY_PAUSE * 2.0 ** min(trouble.failures - 1, 10))
-        trouble.rejections += not retry
-        trouble.again = self._clock() + pause if trouble.rejections < LOAD_ATTEMPTS else None
+        trouble.again = self._clock() + pause
         log.warning("adapter %s not loaded (attempt %d): %s", ref.name, trouble.failures, reason)
 
     def _refused(self) -> dict[str, str]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nats.errors
 import numpy as np
 
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
@@ -26,7 +25,7 @@ from broker import faults, names
 from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
 from broker.chat import ChatTokenizer
 from broker.ending import end
-from broker.errors import FarflungError, MalformedMessage, StoreError
+from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, StoreError
 from broker.messages import (
     BlobRef,
     FailureKind,
@@ -223,7 +222,7 @@ class Actor:
         if run not in self._pullers:
             try:
                 self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer())
-            except (ConsumerGone, TimeoutError, nats.errors.Error) as error:
+            except (ConsumerGone, ConnectionFailed) as error:
                 log.info("run %s has no tasks to lease: %s", run, error)
                 return None
         return self._pullers[run]

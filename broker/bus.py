@@ -15,7 +15,8 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import nats
@@ -32,6 +33,8 @@ from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, Sto
 from broker.messages import DeadLetter, Message
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Stored = Literal["stored", "duplicate", "occupied"]
 """stored: new. duplicate: this id was stored before. occupied: the subject holds another message already."""
@@ -336,33 +339,56 @@ class Bus:
             raise ConnectionFailed(f"NATS at {self.url} has no JetStream or does not answer: {error}") from error
 
     async def delete_stream(self, name: str) -> None:
+        """Delete a stream, if it is there. Raises ConnectionFailed."""
         with contextlib.suppress(nats.js.errors.NotFoundError):
-            await self.jetstream.delete_stream(name)
+            await self.answered(f"to delete {name}", lambda: self.jetstream.delete_stream(name))
 
     async def subjects_held(self, stream: str) -> set[str]:
-        """The subjects of every message the stream holds, delivered and unacknowledged ones included."""
-        info = await self.jetstream.stream_info(stream, subjects_filter=">")
+        """The subjects of every message the stream holds, delivered and unacknowledged ones included.
+
+        Raises ConnectionFailed.
+        """
+        info = await self.answered(f"for {stream}", lambda: self.jetstream.stream_info(stream, subjects_filter=">"))
         return set(info.state.subjects or {})
 
     async def puller(self, stream: str, config: ConsumerConfig) -> Puller:
-        """Create the consumer, or bring it to this configuration, and pull from it. Raises ConsumerGone."""
+        """Create the consumer, or bring it to this configuration, and pull from it.
+
+        Raises ConsumerGone when the stream does not take it, ConnectionFailed.
+        """
         name = str(config.durable_name)
+        what = f"for {name} of {stream}"
         try:
-            await self.jetstream.add_consumer(stream, config)
-            subscription = await self.jetstream.pull_subscribe_bind(consumer=name, stream=stream)
+            await self.answered(what, lambda: self.jetstream.add_consumer(stream, config))
+            subscription = await self.answered(
+                what, lambda: self.jetstream.pull_subscribe_bind(consumer=name, stream=stream)
+            )
         except (nats.js.errors.NotFoundError, nats.js.errors.BadRequestError) as error:
             raise ConsumerGone(f"{stream} does not accept the consumer {name}: {error.description}") from error
         return Puller(self.jetstream, subscription, stream, name)
 
     async def delete_consumers(self, stream: str, *, keep: str) -> list[str]:
-        """Delete every consumer of `stream` but `keep`; returns their names."""
-        deleted = []
-        for info in await self.jetstream.consumers_info(stream):
-            if info.name != keep:
-                with contextlib.suppress(nats.js.errors.NotFoundError):
-                    await self.jetstream.delete_consumer(stream, info.name)
-                deleted.append(str(info.name))
-        return deleted
+        """Delete every consumer of `stream` but `keep`; returns their names. Raises ConnectionFailed."""
+        infos = await self.answered(f"for {stream}", lambda: self.jetstream.consumers_info(stream))
+        others = [str(info.name) for info in infos if info.name != keep]
+        for name in others:
+            with contextlib.suppress(nats.js.errors.NotFoundError):
+                await self.answered(f"to delete {name}", partial(self.jetstream.delete_consumer, stream, name))
+        return others
+
+    async def answered(self, what: str, ask: Callable[[], Awaitable[T]], patience: float = 30.0) -> T:
+        """What the broker answers to a request that may be repeated. Raises ConnectionFailed, or what it refuses."""
+        deadline = now() + patience
+        while True:
+            try:
+                return await ask()
+            except nats.js.errors.APIError as error:
+                if not isinstance(error, nats.js.errors.ServiceUnavailableError) or now() > deadline:
+                    raise
+            except (TimeoutError, nats.errors.Error, OSError) as error:
+                if now() > deadline:
+                    raise ConnectionFailed(f"NATS at {self.url} did not answer {what} in {patience:.0f} s") from error
+            await asyncio.sleep(0.2)
 
     async def dead_letter(self, subject: str, payload: bytes, reason: str) -> None:
         """Keep a message nobody can use, with the reason, and go on."""

@@ -109,8 +109,9 @@ class Bucket:
             await self._kv.delete(key)
 
     async def keys(self) -> list[str]:
+        """The keys that have a value. Raises ConnectionFailed."""
         try:
-            return list(await self._kv.keys())
+            return list(await self._bus.answered(f"for the keys of {self.name}", self._kv.keys))
         except nats.js.errors.NoKeysError:
             return []
 

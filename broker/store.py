@@ -69,11 +69,13 @@ class StoreAddress:
 class Store:
     """An S3 bucket. Every call runs in a thread of a small pool, so that nothing blocks the event loop."""
 
-    def __init__(self, address: StoreAddress, *, threads: int = 16, attempts: int = 4) -> None:
+    def __init__(
+        self, address: StoreAddress, *, threads: int = 16, attempts: int = 4, client: Minio | None = None
+    ) -> None:
         self.address = address
         self._attempts = attempts
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
-        self._client = Minio(
+        self._client = client or Minio(
             address.endpoint,
             access_key=address.access_key or None,
             secret_key=address.secret_key or None,

@@ -84,7 +84,7 @@ class Janitor:
                 continue
             if why is not None:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
-            with contextlib.suppress(nats.errors.Error, TimeoutError):
+            with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed):
                 await self._expire_overdue()
             if self._clock() - self._swept > SWEEP_SECONDS:
                 self._swept = self._clock()
