@@ -104,12 +104,11 @@ class Connection:
                 self.hand(lambda: future.done() or answer(value))
 
         self.send(happen)
-        self._loop.call_at(
-            asked + timeout,
-            lambda: future.done() or future.set_exception(nats.errors.TimeoutError()),
-            context=self.process.context,
-        )
-        return await future
+        timer = self._loop.call_at(asked + timeout, _time_out, future, context=self.process.context)
+        try:
+            return await future
+        finally:
+            timer.cancel()
 
     def close_now(self) -> None:
         """The server sees the connection end."""
@@ -254,7 +253,7 @@ class PullSubscription:
 
             self._connection.send(ask)
             waiting = self._waiting = loop.create_future()
-            timer = loop.call_later(timeout, lambda: waiting.done() or waiting.set_result(None))
+            timer = loop.call_later(timeout, _give_up, waiting)
             try:
                 await waiting
             finally:
@@ -444,7 +443,7 @@ class KeyValue:
                 entry = bucket.at(key, now)
                 if entry is not None:
                     watcher.tell(key, entry[0], entry[1])
-            self._connection.hand(watcher._updates.put_nowait, None)
+            watcher.put(None)
             bucket.watchers.append(watcher.tell)
             watcher.leave = lambda: watcher.tell in bucket.watchers and bucket.watchers.remove(watcher.tell)
             self._connection.process.on_death.append(watcher.leave)
@@ -453,29 +452,58 @@ class KeyValue:
         return watcher
 
 
+class _Entries(deque[Any]):
+    """What has arrived; asked whether it is empty as an asyncio.Queue is."""
+
+    def empty(self) -> bool:
+        return not self
+
+
+def _time_out(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(nats.errors.TimeoutError())
+
+
+def _give_up(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
 class Watcher:
     """nats.js.kv.KeyValue.KeyWatcher. Deaf from a restart of the server on, until whoever owns it begins anew."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._updates: asyncio.Queue[Any] = asyncio.Queue()
+        self._updates = _Entries()
         self._epoch = connection.epoch
+        self._waiting: asyncio.Future[None] | None = None
         self.leave: Callable[[], object] = lambda: None
 
     def tell(self, key: str, value: bytes | None, revision: int) -> None:
-        if self._connection.epoch != self._epoch:
-            return
-        entry = SimpleNamespace(key=key, value=value, revision=revision, operation="DEL" if value is None else None)
-        self._connection.hand(self._updates.put_nowait, entry)
+        if self._connection.epoch == self._epoch:
+            operation = "DEL" if value is None else None
+            self.put(SimpleNamespace(key=key, value=value, revision=revision, operation=operation))
+
+    def put(self, entry: Any) -> None:
+        self._connection.hand(self._arrived, entry)
+
+    def _arrived(self, entry: Any) -> None:
+        self._updates.append(entry)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def updates(self, timeout: float = 5.0) -> Any:
-        if not self._updates.empty():
-            return self._updates.get_nowait()
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._updates.get()
-        except TimeoutError:
-            raise nats.errors.TimeoutError from None
+        if not self._updates:
+            loop = self._connection._loop
+            waiting = self._waiting = loop.create_future()
+            timer = loop.call_later(timeout, _give_up, waiting)
+            try:
+                await waiting
+            finally:
+                timer.cancel()
+        if not self._updates:
+            raise nats.errors.TimeoutError
+        return self._updates.popleft()
 
     async def stop(self) -> None:
         self.leave()

@@ -8,12 +8,12 @@ waits until it goes on. Everything runs in one thread in one order, so a seed re
 from __future__ import annotations
 
 import asyncio
-import heapq
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context, ContextVar, copy_context
+from heapq import heappop, heappush
 from typing import Any
 
 
@@ -29,7 +29,7 @@ class Process:
         self.kind = kind
         self.alive = True
         self.paused = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list[Handle] = []
         """What came due while it was paused."""
         self.context = Context()
         self.context.run(PROCESS.set, self)
@@ -53,12 +53,35 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 """The process that the running callback belongs to; None: the world outside of all."""
 
 
+class Handle:
+    """A callback, its context, and the process that it belongs to. What asyncio.TimerHandle is, and lighter."""
+
+    __slots__ = ("_when", "args", "callback", "context", "gone", "process")
+
+    def __init__(self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+        self._when = when
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.process = context.get(PROCESS)
+        self.gone = False
+
+    def cancel(self) -> None:
+        self.gone = True
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+    def when(self) -> float:
+        return self._when
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """One thread, one order, time that jumps."""
 
     def __init__(self, executor_seconds: Callable[[object], float] = lambda executor: 0.001) -> None:
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
         self._time = 0.0
         self._sequence = 0
         self._processes: list[Process] = []
@@ -66,10 +89,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._executor_seconds = executor_seconds
         self._reaping = False
         self._kept: list[asyncio.Task[Any]] = []
-        self._dropped: list[asyncio.Handle] = []
+        self._dropped: list[Handle] = []
         """What killed processes had still to do: run when everything is ended, so that their tasks can end."""
         self.ran = 0
         """Callbacks run so far."""
+        self.halted = False
+        """Set to stop `run` after the callback that runs now."""
         self.faults: list[dict[str, Any]] = []
         """What was handed to the exception handler."""
 
@@ -87,26 +112,21 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return False
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(self._time, callback, args, context if context is not None else copy_context())
         self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(when, callback, args, context if context is not None else copy_context())
         self._sequence += 1
-        heapq.heappush(self._timers, (when, self._sequence, handle))
+        heappush(self._timers, (when, self._sequence, handle))
         return handle
 
-    def call_later(
-        self, delay: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
         return self.call_at(self._time + delay, callback, *args, context=context)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is skipped when its time comes."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -160,50 +180,45 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.extend(process.held)
         process.held.clear()
 
-    def run(self, until: float, stop: Callable[[], bool]) -> None:
-        """Run until `stop()` says so after a callback, or nothing is left to do before time `until`."""
+    def run(self, until: float) -> None:
+        """Run until `halted` is set, or nothing is left to do before time `until`."""
         before = events._get_running_loop()
         events._set_running_loop(self)
+        ready = self._ready
         try:
-            while not stop() and self._advance(until):
-                self._run_ready(stop)
+            while not self.halted and (ready or self._advance(until)):
+                handle = ready.popleft()
+                process = handle.process
+                if handle.gone:
+                    continue
+                if process is not None and not self._reaping:
+                    if not process.alive:
+                        self._dropped.append(handle)
+                        continue
+                    if process.paused:
+                        process.held.append(handle)
+                        continue
+                self.ran += 1
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except BaseException as error:
+                    if isinstance(error, KeyboardInterrupt | SystemExit):
+                        raise
+                    self.call_exception_handler({"message": "a callback raised", "exception": error})
         finally:
             events._set_running_loop(before)
 
     def _advance(self, until: float) -> bool:
-        """Make what is due ready; False when nothing is left before `until`."""
-        if self._ready:
-            return True
+        """Go on to the next timer and make what is due then ready; False when there is none before `until`."""
         timers = self._timers
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
+        while timers and timers[0][2].gone:
+            heappop(timers)
         if not timers or timers[0][0] > until:
             return False
-        self._time = max(self._time, timers[0][0])
-        while timers and timers[0][0] <= self._time:
-            handle = heapq.heappop(timers)[2]
-            if not handle._cancelled:
-                self._ready.append(handle)
+        self._time = now = max(self._time, timers[0][0])
+        while timers and timers[0][0] <= now:
+            self._ready.append(heappop(timers)[2])
         return True
-
-    def _run_ready(self, stop: Callable[[], bool]) -> None:
-        ready = self._ready
-        while ready:
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is not None and not self._reaping:
-                if not process.alive:
-                    self._dropped.append(handle)
-                    continue
-                if process.paused:
-                    process.held.append(handle)
-                    continue
-            self.ran += 1
-            handle._run()
-            if stop():
-                return
 
     def reap(self) -> None:
         """End every task there is, so that nothing is left behind; what they still say counts no more."""
@@ -218,8 +233,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 break
             for task in tasks:
                 task.cancel()
-            limit = self.ran + 10_000
-            self.run(self._time + 30.0, lambda: self.ran > limit or all(task.done() for task in tasks))  # noqa: B023
+            self.halted = False
+            self.run(self._time + 3.0)
         self._kept.clear()
         self._ready.clear()
         self._timers.clear()

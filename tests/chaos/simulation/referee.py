@@ -3,7 +3,8 @@
 - The ledger of every commit is exact and follows from the one before: no id leaves it twice, none comes back.
 - No group is in two commits of one lineage, and the committed weights hold exactly the groups that the commits name.
 - A GroupReady leaves its stream only once its group is closed: by a commit, or by the learner's own books.
-- Each epoch has one writer; epochs grow; `active <= head`; steps follow each other.
+- Each epoch has one writer; epochs grow; steps follow each other; `active <= head`, and what is active was confirmed
+  by at least `min_replicas`.
 - No group is issued beyond the window; no more adapters are wanted than there are slots.
 - No replica is asked for an adapter that it never confirmed.
 """
@@ -52,6 +53,7 @@ class Referee:
         self._who = who
         self._rule = CreditRule(shape.groups_per_step, shape.max_staleness, shape.publish_every)
         self.violations: list[str] = []
+        self.on_violation: Callable[[], None] = lambda: None
         self.head: Head | None = None
         self._versions: dict[int, VersionRecord] = {}
         self._writers: dict[int, str] = {}
@@ -62,6 +64,7 @@ class Referee:
 
     def fail(self, what: str) -> None:
         self.violations.append(what)
+        self.on_violation()
 
     # ------------------------------------------------------------------------------------------------ the registry
 
@@ -97,6 +100,11 @@ class Referee:
         named = {ref.version for ref in new.live}
         if new.active > 0 and new.active not in named:
             self.fail(f"version {new.active} is active and is not among the live ones {sorted(named)}")
+        if new.active > (old.active if old else 0):
+            name = next((ref.name for ref in new.live if ref.version == new.active), "")
+            serving = [replica for replica, confirmed in self._confirmed.items() if name in confirmed]
+            if len(serving) < self._shape.min_replicas:
+                self.fail(f"version {new.active} is active, and only {serving} have ever confirmed it")
         if old is None:
             return
         if new.epoch < old.epoch:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random as global_random
 import secrets
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import router.service as router_service
 from actors.replica import Replica
 from actors.service import Actor
-from broker import faults
+from broker import faults, messages
 from broker.bus import Bus, ConsumerGone
 from broker.errors import ConnectionFailed, FarflungError, Fenced, RunConflict, RunFailed, StoreError
 from broker.models import ModelFiles
@@ -100,6 +103,7 @@ class World:
         self.story: list[str] = []
         self.spec = spec_of(self.shape)
         self.referee = Referee(RUN, self.shape, self.server, self.objects, self._who)
+        self.referee.on_violation = self._halt
         self.server.on_written = self.referee.on_written
         self.server.on_removed = self.referee.on_removed
         self.server.on_published = self.referee.on_published
@@ -116,10 +120,18 @@ class World:
         self._passed: dict[tuple[str, str], int] = {}
         self._calls: dict[str, int] = {}
         self._spent: set[int] = set()
+        self._deadly_calls = {
+            (fault.target, fault.count): number
+            for number, fault in enumerate(schedule.faults)
+            if fault.kind == "kill at a call"
+        }
         self.finished = False
         self.refused = False
         """The run cannot go on, and says so: the store has lost every commit."""
         self._last_fault = max((fault.at + fault.seconds for fault in schedule.faults), default=0.0)
+
+    def _halt(self) -> None:
+        self.loop.halted = True
 
     # ------------------------------------------------------------------------------------------------------- a network
 
@@ -138,13 +150,13 @@ class World:
         """A process sends a request; a kill may be due."""
         component = process.kind
         count = self._calls[component] = self._calls.get(component, 0) + 1
-        for number, fault in enumerate(self.schedule.faults):
-            if fault.kind == "kill at a call" and fault.target == component and fault.count == count:
-                self._spend(number)
-                if count % 2:
-                    self._kill(component, f"before its call {count} was sent")
-                    raise ProcessDied
-                self.loop.in_world(0.0, self._kill, component, f"while its call {count} was under way")
+        number = self._deadly_calls.get((component, count))
+        if number is not None:
+            self._spend(number)
+            if count % 2:
+                self._kill(component, f"before its call {count} was sent")
+                raise ProcessDied
+            self.loop.in_world(0.0, self._kill, component, f"while its call {count} was under way")
 
     def after_effect(self, process: Process) -> None:
         return
@@ -249,17 +261,17 @@ class World:
         if isinstance(error, ProcessDied):
             return
         if error is None and process.kind == "learner" and not task.cancelled():
-            self.finished = bool(task.result().done)
+            self.finished = self.loop.halted = bool(task.result().done)
             self.say(f"{process.name} has finished the run" if self.finished else f"{process.name} has stopped")
         elif task.cancelled():
             self.say(f"{process.name} has left")
         else:
             self.say(f"{process.name} ends: {type(error).__name__}: {str(error)[:200]}")
             if self.objects.forgotten and isinstance(error, StoreError) and "cannot resume" in str(error):
-                self.refused = True  # no commit is left intact: that is for a person to decide
+                self.refused = self.loop.halted = True  # no commit is left intact: that is for a person to decide
             if not isinstance(error, EXPECTED_ENDS):
                 self.referee.fail(f"{process.name} ended:\n{''.join(traceback.format_exception(error))}")
-        if current and not self.finished and not task.cancelled():
+        if current and not self.finished:
             self._revive(process.kind, 3.0)
 
     def _kill(self, component: str, how: str) -> None:
@@ -357,7 +369,6 @@ class World:
         elif kind == "actor leaves" and process is not None and process.alive and process.root is not None:
             self.say(f"{process.name} is told to leave")
             process.root.cancel()
-            self._revive(fault.target, fault.seconds)
 
     def _broker_returns(self) -> None:
         self._absences -= 1
@@ -418,7 +429,7 @@ class World:
         violations = self.referee.violations
         while not self.finished and not self.refused and not violations:
             deadline = self._last_fault + PATIENCE
-            self.loop.run(deadline, lambda: self.finished or self.refused or bool(violations))
+            self.loop.run(deadline)
             if self.loop.faults:
                 self.referee.fail(f"unhandled: {self.loop.faults[0]}")
             if not (self.finished or self.refused or violations) and self._last_fault + PATIENCE <= deadline:
@@ -455,3 +466,9 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("asyncio").disabled = True
+    # What the services did only to look after idle times is done less often; no decision depends on how often.
+    router_service.TICK_SECONDS = 0.5
+    # The same bytes are read by many. What they decode to is frozen, so it is decoded once.
+    messages._unpack = lru_cache(maxsize=1024)(messages._unpack)
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
