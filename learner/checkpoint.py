@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from broker.messages import BlobRef, Message
+
+
+class TrainedGroup(msgspec.Struct, frozen=True):
+    """One group of a step, and the very bytes that were trained on."""
+
+    id: str
+    blob: BlobRef
 
 
 class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
@@ -20,7 +29,9 @@ class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     ledger: dict[str, Any]
     rewards: list[float]
     """Mean reward of each step so far."""
-    trained: list[str]
-    """The groups this step was made from, in the order they were packed."""
+    trained: list[TrainedGroup]
+    """The groups this step was made from, in the order they were packed; those without signal are among them."""
+    previous: BlobRef | None = None
+    """The checkpoint that this step started from; None for an incarnation's first. It leads back to every step's."""
     seconds: float
     """Time the run has taken so far, over all its learners."""

@@ -34,7 +34,7 @@ from learner.activator import Activator
 from learner.admission import check_slots
 from learner.batch import BatchFigures, figures_of, outcomes_of, sequences_of
 from learner.buffer import Buffer, Held
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
 from learner.feeder import Feeder
@@ -470,7 +470,8 @@ class Learner:
                 optimizer=optimizer_ref,
                 ledger=self._ledger.to_state(outcomes),
                 rewards=rewards,
-                trained=[held.id for held in batch],
+                trained=[TrainedGroup(held.id, held.ready.blob) for held in batch],
+                previous=head.checkpoint,
                 seconds=self._seconds(),
             )
             ref = await self._session.store_blob(step, "state", checkpoint.encode())

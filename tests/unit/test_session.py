@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from broker.errors import Fenced, RegistryConflict
-from broker.messages import AdapterRef, BlobRef, Head
-from learner.checkpoint import Checkpoint
+from broker.messages import AdapterRef, BlobRef, Head, decode
+from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim
 from learner.session import Session
-from tests.unit.test_learner_parts import head, ref
+from tests.unit.test_learner_parts import head, held, ref
 
 
 class StubRegistry:
@@ -101,3 +102,15 @@ async def test_going_back_to_an_older_commit_names_that_commit(monkeypatch: pyte
     assert registry.now.checkpoint == blob
     assert isinstance(registry.now.adapter, AdapterRef)
     assert max(item.version for item in registry.now.live) == 5
+
+
+def test_a_checkpoint_names_the_very_bytes_of_its_groups_and_the_checkpoint_before_it() -> None:
+    batch = [held(2), held(1)]
+    trained = [TrainedGroup(item.id, item.ready.blob) for item in batch]
+    before = BlobRef(key="before", size=3, sha256="2" * 64)
+    there = decode(replace(checkpoint(8, 8), trained=trained, previous=before).encode(), Checkpoint)
+    assert [(group.id, group.blob) for group in there.trained] == [
+        ("g2", BlobRef(key="k", size=1, sha256="0" * 64)),
+        ("g1", BlobRef(key="k", size=1, sha256="0" * 64)),
+    ], "in the order they were packed"
+    assert there.previous == before
