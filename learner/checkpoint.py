@@ -16,6 +16,20 @@ class TrainedGroup(msgspec.Struct, frozen=True):
     blob: BlobRef
 
 
+class Arithmetic(msgspec.Struct, frozen=True):
+    """What decides the last bits of a step's numbers beside its inputs."""
+
+    torch: str
+    """The release of torch."""
+    device: str
+    """`cpu`, or the name of the GPU."""
+    threads: int
+    """CPU threads: sums are split among them."""
+
+    def __str__(self) -> str:
+        return f"torch {self.torch} on {self.device}, {self.threads} threads"
+
+
 class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     """The state of a run after `step`. A LoRA state is megabytes, so every step has one."""
 
@@ -33,5 +47,9 @@ class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     """The groups this step was made from, in the order they were packed; those without signal are among them."""
     previous: BlobRef | None = None
     """The checkpoint that this step started from; None for an incarnation's first. It leads back to every step's."""
+    spec: dict[str, Any] = {}
+    """The configuration that this step was made under."""
+    arithmetic: Arithmetic | None = None
+    """What computed it."""
     seconds: float
     """Time the run has taken so far, over all its learners."""

@@ -32,7 +32,7 @@ from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_slots
-from learner.batch import BatchFigures, figures_of, outcomes_of, sequences_of
+from learner.batch import BatchFigures, figures_of, outcomes_of
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
@@ -45,6 +45,7 @@ from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tasks import check_lengths, load_tasks
+from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
 from learner.verification import Verifier
 from observability import metrics, tracing
@@ -263,18 +264,7 @@ class Learner:
                 await self._registry.runs.delete(names.version_key(run, record.adapter.version))
 
     def _load_policy(self) -> Policy:
-        from learner.model import Policy
-
-        return Policy(
-            self._model.directory,
-            model_name=self._model.public_name,
-            lora=self.spec.lora,
-            optimizer=self.spec.optimizer,
-            temperature=self.spec.sampling.temperature,
-            dtype=self.spec.run.dtype,
-            seed=self.spec.run.seed,
-            threads=self._threads,
-        )
+        return new_policy(self.spec, self._model.directory, model_name=self._model.public_name, threads=self._threads)
 
     async def _restore(self) -> None:
         """Go on from the newest intact commit."""
@@ -435,14 +425,8 @@ class Learner:
         self._note_step(batch, figures, stats, report, seconds)
 
     def _optimize(self, batch: Sequence[Held]) -> StepStats:
-        algorithm = self.spec.algorithm
-        sequences = sequences_of(batch, algorithm.advantage)
-        return self._policy.train_step(
-            sequences,
-            token_budget=self.spec.optimizer.token_budget,
-            algorithm=algorithm,
-            progress=lambda point: faults.reached(f"learner.{point}"),
-        )
+        groups = [held.group for held in batch]
+        return train(self._policy, groups, self.spec, progress=lambda point: faults.reached(f"learner.{point}"))
 
     async def _commit(self, batch: Sequence[Held], figures: BatchFigures, stats: StepStats) -> bool:
         """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
@@ -472,6 +456,8 @@ class Learner:
                 rewards=rewards,
                 trained=[TrainedGroup(held.id, held.ready.blob) for held in batch],
                 previous=head.checkpoint,
+                spec=head.spec,
+                arithmetic=await self._in_thread(arithmetic),
                 seconds=self._seconds(),
             )
             ref = await self._session.store_blob(step, "state", checkpoint.encode())

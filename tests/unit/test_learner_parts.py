@@ -67,7 +67,7 @@ def test_what_is_too_stale_for_the_next_step_leaves_the_buffer() -> None:
 def test_groups_without_signal_are_skipped_and_the_others_trained() -> None:
     batch = [held(1), held(2, rewards=(1.0, 1.0))]
     assert outcomes_of(batch) == [("g1", "trained"), ("g2", "skipped")]
-    sequences = sequences_of(batch, "dr_grpo")
+    sequences = sequences_of([item.group for item in batch], "dr_grpo")
     assert [sequence.advantage for sequence in sequences] == [-0.5, 0.5]
     assert all(sequence.group == "g1" for sequence in sequences)
 
