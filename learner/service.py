@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from broker import faults, names
-from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
+from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
 from broker.ending import end
@@ -199,6 +199,9 @@ class Learner:
                 await self._forget_predecessor(run)
                 self._steps.begin()
             await self._bus.ensure_stream(tasks_config(run))
+            # Actors that have the consumer already do not look at its settings again.
+            leases = actors_consumer(self.spec.fleet.lease_seconds)
+            await (await self._bus.puller(names.tasks_stream(run), leases)).close()
             await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
             consumer = names.learner_consumer(run, head.incarnation, head.epoch)
             await self._bus.delete_consumers(names.groups_stream(run), keep=consumer)

@@ -18,7 +18,7 @@ from learner.batch import figures_of, outcomes_of, sequences_of
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
 from learner.janitor import Leases
-from learner.sweep import removable_groups, removable_versions
+from learner.sweep import contested, losers, place_of, removable_groups, removable_versions
 
 
 class Delivery:
@@ -159,19 +159,44 @@ def test_a_lease_is_overdue_once_and_only_after_its_limit() -> None:
 def test_retention_keeps_open_groups_and_what_is_young() -> None:
     day = 24 * 3600.0
     objects = [("runs/r/i/groups/open.s", 0.0), ("runs/r/i/groups/old.s", 0.0), ("runs/r/i/groups/new.s", 9.5 * day)]
-    assert removable_groups(objects, open_groups={"open"}, now=10 * day, keep_hours=48) == ["runs/r/i/groups/old.s"]
-    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=0) == []
-    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=1) == [
-        "runs/r/i/groups/open.s", "runs/r/i/groups/old.s",
-    ]  # fmt: skip
+
+    def removable(open_groups: set[str], keep_hours: float) -> list[str]:
+        return removable_groups(objects, open_groups=open_groups, now=10 * day, keep_hours=keep_hours, grace_hours=24)
+
+    assert removable({"open"}, keep_hours=48) == ["runs/r/i/groups/old.s"]
+    assert removable(set(), keep_hours=0) == []
+    assert removable(set(), keep_hours=1) == ["runs/r/i/groups/open.s", "runs/r/i/groups/old.s"]
 
 
 def test_retention_of_versions_never_removes_what_the_head_refers_to() -> None:
     day = 24 * 3600.0
     objects = [(f"runs/r/i/adapters/{number:06d}.s", 0.0) for number in (1, 2, 8, 9)]
-    doomed = removable_versions(objects, newest=9, referenced={objects[1][0]}, keep=2, now=10 * day)
-    assert doomed == ["runs/r/i/adapters/000001.s"]
-    assert removable_versions(objects, newest=9, referenced=(), keep=0, now=10 * day) == []
+
+    def removable(referenced: set[str], keep: int) -> list[str]:
+        return removable_versions(
+            objects, newest=9, referenced=referenced, keep=keep, now=10 * day, grace_hours=24
+        )  # fmt: skip
+
+    assert removable({objects[1][0]}, keep=2) == ["runs/r/i/adapters/000001.s"]
+    assert removable(set(), keep=0) == []
+
+
+def test_of_two_blobs_of_one_group_the_one_that_no_commit_names_goes_once_it_is_old() -> None:
+    hour = 3600.0
+    objects = [
+        ("runs/r/i/groups/twice.won", 0.0), ("runs/r/i/groups/twice.lost", hour), ("runs/r/i/groups/once.any", 0.0),
+        ("runs/r/i/groups/open.a", 0.0), ("runs/r/i/groups/open.b", 0.0),
+        ("runs/r/i/checkpoints/000003/state.won", 30 * hour), ("runs/r/i/checkpoints/000003/state.lost", 0.0),
+    ]  # fmt: skip
+    named = {place_of(key): key for key, _ in objects if key.endswith("won")}
+
+    def lost(now: float) -> list[str]:
+        return losers(contested(objects, now=now, grace_hours=24), named)
+
+    assert lost(24 * hour) == []
+    assert lost(24.5 * hour) == ["runs/r/i/checkpoints/000003/state.lost"], "the other is not a day old"
+    assert lost(26 * hour) == ["runs/r/i/groups/twice.lost", "runs/r/i/checkpoints/000003/state.lost"]
+    assert losers(contested(objects, now=99 * hour, grace_hours=24), {}) == [], "no commit has decided yet"
 
 
 def test_rows_whose_arrays_do_not_fit_are_refused() -> None:
