@@ -51,5 +51,7 @@ class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     """The configuration that this step was made under."""
     arithmetic: Arithmetic | None = None
     """What computed it."""
+    record: dict[str, float] = {}
+    """The step's line of `steps.jsonl`, for the learner that goes on after one that died before it wrote it."""
     seconds: float
     """Time the run has taken so far, over all its learners."""

@@ -60,6 +60,23 @@ class StepLog:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
+    def keep_until(self, step: int) -> int:
+        """Going on from `step`: drop torn lines and those of steps that do not count any more.
+
+        Returns the last step that needs no more logging.
+        """
+        if self._path is None:
+            return step
+        if not self._path.exists():
+            return 0
+        lines = self._path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            draft = self._path.with_suffix(".draft")
+            draft.write_text("".join(kept))
+            draft.replace(self._path)
+        return int(json.loads(kept[-1])["step"]) if kept else 0
+
     def append(self, record: Mapping[str, float]) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)

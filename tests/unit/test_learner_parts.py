@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from learner.batch import figures_of, outcomes_of, sequences_of
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
 from learner.janitor import Leases
+from learner.readings import StepLog
 from learner.sweep import contested, losers, place_of, removable_groups, removable_versions
 
 
@@ -213,3 +215,21 @@ def test_rows_whose_arrays_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(MalformedMessage):
             bad.check()
+
+
+# --------------------------------------------------------------------------------------------------------- step log
+
+
+def test_the_step_log_keeps_what_counts_and_drops_torn_lines_and_steps_that_were_lost(tmp_path: Path) -> None:
+    log = StepLog(tmp_path)
+    assert log.keep_until(3) == 0
+    for step in (1, 2, 3):
+        log.append({"step": step})
+    path = tmp_path / "steps.jsonl"
+    whole = path.read_text()
+    assert log.keep_until(3) == 3
+    assert path.read_text() == whole
+    path.write_text(whole + '{"st')
+    assert log.keep_until(2) == 2, "the run goes on from step 2: a later commit was lost"
+    assert path.read_text() == whole.replace('{"step": 3}\n', "")
+    assert StepLog(None).keep_until(9) == 9, "nothing is missing where nothing is logged"
