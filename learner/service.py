@@ -154,6 +154,7 @@ class Learner:
             await self._roster.close()
             await self._heads.close()
             await self._registry.remove_node(self.id)
+            self._steps.close()
             self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _claim(self) -> Claim:

@@ -232,4 +232,9 @@ def test_the_step_log_keeps_what_counts_and_drops_torn_lines_and_steps_that_were
     path.write_text(whole + '{"st')
     assert log.keep_until(2) == 2, "the run goes on from step 2: a later commit was lost"
     assert path.read_text() == whole.replace('{"step": 3}\n', "")
+    other = StepLog(tmp_path)
+    assert other.keep_until(2) == 2
+    log.append({"step": 3})
+    other.append({"step": 3})
+    assert path.read_text() == whole, "what a displaced learner still writes is not in it"
     assert StepLog(None).keep_until(9) == 9, "nothing is missing where nothing is logged"

@@ -1,0 +1,141 @@
+"""A small run whose components a test starts, kills and starts again, and what must be true of it in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from broker.messages import Head
+from broker.models import resolve
+from broker.registry import Registry
+from broker.store import Store
+from learner.checkpoint import Checkpoint
+from learner.ledger import OUTCOMES
+from learner.replay import recorded_steps, replay
+from tests.chaos.processes import Component
+from tests.command_line import Home, environment, read_steps
+
+STEPS = 5
+GROUPS = 2
+"""Groups of a step."""
+
+REWARD = (
+    "def low_letters(completions, **columns):\n"
+    "    return [sum(letter in 'abcdefghijklm' for letter in text) / (len(text) or 1) for text in completions]\n"
+)
+TASKS = "".join(f'{{"prompt": "say {number}"}}\n' for number in range(20))
+
+LEASE_SECONDS = 2.0
+
+
+class Scene:
+    """One run on a fleet of its own, on servers that others use too."""
+
+    def __init__(
+        self, directory: Path, run: str, model: Path, nats: str, s3: str, registry: Registry, store: Store
+    ) -> None:
+        self.run = run
+        self.model = model
+        self.registry = registry
+        self.store = store
+        self._home = Home(directory)
+        self._home.write("reward.py", REWARD)
+        self._home.write("tasks.jsonl", TASKS)
+        self._environment = {**environment(directory), "FARFLUNG_NATS": nats, "FARFLUNG_S3": s3}
+        self._started: list[Component] = []
+        self.configure()
+
+    def configure(self, **sections: Mapping[str, object]) -> None:
+        """Write the run's configuration: a handful of small steps, and what `sections` say otherwise."""
+        plain: dict[str, dict[str, object]] = {
+            "run": {"steps": STEPS},
+            "algorithm": {"group_size": 4, "groups_per_step": GROUPS, "max_staleness": 1},
+            "fleet": {"name": self.run, "lease_seconds": LEASE_SECONDS, "activation_timeout": 2.0},
+        }
+        for section, changes in sections.items():
+            plain[section] = {**plain.get(section, {}), **changes}
+        self.steps = int(str(plain["run"]["steps"]))
+        self._config = self._home.write_run(self.run, self.model, **plain)
+
+    # --------------------------------------------------------------------------------------------------- components
+
+    def start(self, *arguments: object, fault: str = "") -> Component:
+        """Start a component, which meets `fault` if one is named."""
+        component = Component(
+            [str(argument) for argument in arguments],
+            self._environment,
+            self._home.directory,
+            self._home.directory / f"component-{len(self._started)}.log",
+            fault=fault,
+        )
+        self._started.append(component)
+        return component
+
+    def learner(self, *options: object, fault: str = "") -> Component:
+        return self.start(
+            "learner", self._config, "--threads", 1, "--dir", self._home.directory, *options, fault=fault
+        )  # fmt: skip
+
+    def actor(self, *options: object, fault: str = "") -> Component:
+        return self.start(
+            "actor", "--model", self.model, "--fleet", self.run, "--code", self._home.directory, "--threads", 1,
+            "--max-inflight", 8, *options, fault=fault,
+        )  # fmt: skip
+
+    def router(self) -> Component:
+        return self.start("router", "--fleet", self.run)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for component in self._started:
+            component.kill()
+
+    def said(self) -> str:
+        """The end of what every component said, for a test that fails."""
+        return "\n".join(f"--- {component.name}\n{component.said[-2000:]}" for component in self._started)
+
+    # --------------------------------------------------------------------------------------------------- the record
+
+    async def head(self) -> Head:
+        found = await self.registry.head(self.run)
+        assert found is not None
+        return found[0]
+
+    async def commits(self) -> list[Checkpoint]:
+        """Every commit, oldest first, as the head leads back to them."""
+        return await recorded_steps(self.store, await self.head())
+
+    def logged_steps(self) -> list[int]:
+        return [int(record["step"]) for record in read_steps(self._home.directory)]
+
+    async def assert_whole(self) -> list[Checkpoint]:
+        """The run is finished, nothing was lost or trained on twice, and its weights are those of its groups."""
+        head = await self.head()
+        assert (head.state, head.step, head.head) == ("finished", self.steps, self.steps)
+        commits = await self.commits()
+        assert [commit.step for commit in commits] == list(range(1, self.steps + 1))
+        assert self.logged_steps() == list(range(1, self.steps + 1))
+        trained: set[str] = set()
+        for commit in commits:
+            groups = [group.id for group in commit.trained]
+            assert len(groups) == len(set(groups)) == GROUPS
+            assert not trained & set(groups), f"step {commit.step} trains a group again"
+            trained |= set(groups)
+            self._assert_balanced(commit, trained)
+        assert not commits[-1].ledger["open"], "the last step leaves nothing open"
+        replayed = await replay(self.store, head, resolve(str(self.model)))
+        assert [step.difference for step in replayed] == [""] * self.steps
+        return commits
+
+    def _assert_balanced(self, commit: Checkpoint, trained: set[str]) -> None:
+        """Every id issued until `commit` is open, or was closed once: in a step, or as lost to training."""
+        ledger: dict[str, Any] = commit.ledger
+        prefix = f"{commit.run}-{commit.incarnation}-"
+        issued = {f"{prefix}{index:08d}" for index in range(ledger["cursor"])}
+        still_open, closed = set(ledger["open"]), ledger["closed"]
+        assert still_open <= issued
+        assert trained <= issued - still_open
+        assert closed["trained"] + closed["skipped"] == len(trained)
+        others = sum(closed[outcome] for outcome in OUTCOMES if outcome not in ("trained", "skipped"))
+        assert len(issued) == len(still_open) + len(trained) + others
