@@ -279,6 +279,7 @@ class Learner:
         checkpoint, ref, weights, optimizer = found
         if checkpoint.step != self._session.head.step:
             await self._session.go_back_to(checkpoint, ref)
+        await self._session.complete_commit(checkpoint, ref)
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
         await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)

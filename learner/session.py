@@ -152,6 +152,22 @@ class Session:
             record = self._record(adapter, checkpoint.step, "committed", ref, reward, dict(trace))
             await self._put_version(record)
 
+    async def complete_commit(self, checkpoint: Checkpoint, ref: BlobRef) -> None:
+        """Let the record of a committed version say so, should its learner have died, or hung, before it could.
+
+        From then on that learner can write it no more.
+        """
+        adapter = self._head.adapter
+        if adapter is None or adapter.blob != checkpoint.weights:
+            return  # the step published no version
+        there = await self._registry.version(self.run, adapter.version)
+        if there is not None and there.adapter == adapter and there.state != "offered":
+            return
+        trace = there.trace if there is not None and there.adapter == adapter else {}
+        await self._put_version(
+            self._record(adapter, checkpoint.step, "committed", ref, checkpoint.rewards[-1], dict(trace))
+        )
+
     async def activate(self, version: int) -> None:
         """Make `version` the one the fleet serves. Raises Fenced."""
         faults.reached("learner.before_activation")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from broker.messages import Head
+from broker.messages import Head, VersionRecord
 from broker.models import resolve
 from broker.registry import Registry
 from broker.store import Store
@@ -106,6 +106,10 @@ class Scene:
         """Every commit, oldest first, as the head leads back to them."""
         return await recorded_steps(self.store, await self.head())
 
+    async def versions(self) -> list[VersionRecord]:
+        """Every version record, oldest first."""
+        return await self.registry.versions(self.run)
+
     def logged_steps(self) -> list[int]:
         return [int(record["step"]) for record in read_steps(self._home.directory)]
 
@@ -124,6 +128,8 @@ class Scene:
             trained |= set(groups)
             self._assert_balanced(commit, trained)
         assert not commits[-1].ledger["open"], "the last step leaves nothing open"
+        records = [(record.adapter.blob, record.state, record.step) for record in await self.versions()]
+        assert records == [(commit.weights, "committed", commit.step) for commit in commits]
         replayed = await replay(self.store, head, resolve(str(self.model)))
         assert [step.difference for step in replayed] == [""] * self.steps
         return commits

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from broker.errors import Fenced, RegistryConflict
-from broker.messages import AdapterRef, BlobRef, Head, decode
+from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim
 from learner.session import Session
-from tests.unit.test_learner_parts import head, held, ref
+from tests.unit.test_learner_parts import head, held, record, ref
 
 
 class StubRegistry:
@@ -69,6 +69,36 @@ async def test_commit_and_activation_at_once_leave_both_the_active_and_the_newes
     assert [item.version for item in registry.now.live] == [6, 7, 8]
     for written in registry.written:
         assert {written.active, written.head} <= {item.version for item in written.live}
+
+
+@pytest.mark.parametrize("dead_after", ["the offer", "the record"])
+async def test_a_learner_that_goes_on_completes_the_commit_of_one_that_died_in_it(dead_after: str) -> None:
+    adapter = ref(7)
+    subject, registry = session(adapter=adapter)
+    there = record(7, trace={"traceparent": "t"}, state="offered" if dead_after == "the offer" else "committed")
+    written: list[VersionRecord] = []
+
+    async def version(run: str, number: int) -> VersionRecord:
+        return there
+
+    async def put_version(new: VersionRecord, *, patience: float) -> None:
+        written.append(new)
+
+    registry.version, registry.put_version = version, put_version  # type: ignore[attr-defined, method-assign]
+    last = replace(checkpoint(7, 7), weights=adapter.blob, rewards=[0.1, 0.5])
+    where = BlobRef(key="state", size=1, sha256="0" * 64)
+    await subject.complete_commit(last, where)
+    if dead_after == "the record":
+        assert not written
+        return
+    [new] = written
+    assert (new.state, new.step, new.checkpoint, new.reward, new.epoch) == ("committed", 7, where, 0.5, 2)
+    assert new.trace == there.trace
+
+
+async def test_a_step_that_published_no_version_completes_no_record() -> None:
+    subject, _ = session(adapter=ref(7))
+    await subject.complete_commit(checkpoint(8, 7), BlobRef(key="state", size=1, sha256="0" * 64))
 
 
 async def test_a_session_whose_run_moved_on_is_fenced_and_says_by_whom() -> None:
