@@ -103,7 +103,8 @@ class Session:
         try:
             await self._registry.put_version(record, patience=BROKER_PATIENCE)
         except RegistryConflict as error:
-            raise Fenced(f"run {self.run} has moved on without this learner: {error}") from error
+            why = await self.fenced() or f"run {self.run} has moved on without this learner: {error}"
+            raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
 
     async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
         """Store a part of a step's checkpoint."""

@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the process that components are forked from
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -19,18 +19,30 @@ from tests.chaos.scene import Scene
 
 
 @pytest.fixture
-async def scene(
+async def scenes(
     tmp_path: Path,
     tiny_model: Path,
     nats_server: Server,
     store_server: Server,
     registry: Registry,
     store: Store,
-    request: pytest.FixtureRequest,
-) -> AsyncIterator[Scene]:
-    name = f"c-{secrets.token_hex(4)}"
-    made = Scene(tmp_path, name, tiny_model, nats_server.launch.url, store_server.launch.url, registry, store)
-    yield made
-    said = made.said()
-    made.close()
-    print(said)  # shown where the test failed
+) -> AsyncIterator[Callable[[], Scene]]:
+    """Makes scenes."""
+    made: list[Scene] = []
+
+    def make() -> Scene:
+        run = f"c-{secrets.token_hex(4)}"
+        servers = nats_server.launch.url, store_server.launch.url
+        made.append(Scene(tmp_path / run, run, tiny_model, *servers, registry, store))
+        return made[-1]
+
+    yield make
+    for scene in made:
+        said = scene.said()
+        scene.close()
+        print(said)  # shown where the test failed
+
+
+@pytest.fixture
+def scene(scenes: Callable[[], Scene]) -> Scene:
+    return scenes()

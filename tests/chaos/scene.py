@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from broker.messages import Head, VersionRecord
+from broker import names
+from broker.messages import Control, Head, Node, VersionRecord, decode
 from broker.models import resolve
 from broker.registry import Registry
 from broker.store import Store
@@ -109,6 +110,52 @@ class Scene:
     async def versions(self) -> list[VersionRecord]:
         """Every version record, oldest first."""
         return await self.registry.versions(self.run)
+
+    async def node(self, id: str) -> Node | None:
+        """A component's presence, None once it is gone."""
+        entry = await self.registry.nodes.get(id)
+        return decode(entry.value, Node) if entry else None
+
+    async def learners_node(self) -> Node | None:
+        """The presence of the learner that holds the run."""
+        return await self.node((await self.head()).learner)
+
+    async def gauge(self, name: str) -> float:
+        """What the learner that holds the run last said of itself."""
+        node = await self.learners_node()
+        return node.gauges.get(name, -1.0) if node else -1.0
+
+    async def want(self, wanted: Literal["run", "pause"]) -> None:
+        """What `farflung runs pause` and `resume` do."""
+        await self.registry.put_control(Control(run=self.run, wanted=wanted))
+
+    async def stands_still(self) -> bool:
+        """Whether a paused run has come to rest: every open group is in the learner's hands, none is in a step."""
+        head, node = await self.head(), await self.learners_node()
+        held = await self.registry.bus.subjects_held(names.tasks_stream(self.run))
+        return (
+            node is not None
+            and node.detail == "paused by request"
+            and node.gauges["step"] == head.step
+            and node.gauges["buffered"] == node.gauges["open"]
+            and head.active == head.head
+            and not held
+        )
+
+    async def record(self) -> dict[str, object]:
+        """Everything that a learner could change: the run's records with their revisions, and what its streams hold."""
+        found: dict[str, object] = {}
+        for key in await self.registry.runs.keys():
+            if key == self.run or key.startswith(f"{self.run}."):
+                found[key] = await self.registry.runs.get(key)
+        for stream in (names.tasks_stream(self.run), names.groups_stream(self.run)):
+            info = await self.registry.bus.jetstream.stream_info(stream, subjects_filter=">")
+            found[stream] = (info.state.messages, info.state.first_seq, info.state.last_seq, info.state.subjects)
+        return found
+
+    async def objects(self) -> set[str]:
+        """The keys of the run's objects in the store; each ends in the sha256 of what lies there."""
+        return {key for key, _ in await self.store.list(f"runs/{self.run}/")}
 
     def logged_steps(self) -> list[int]:
         return [int(record["step"]) for record in read_steps(self._home.directory)]
