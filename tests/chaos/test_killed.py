@@ -39,7 +39,6 @@ async def test_whoever_is_killed_nothing_is_lost_and_nothing_is_trained_on_twice
     fault = f"kill {point} {passes}"
     if point.startswith("learner."):
         scene.actor()
-        scene.actor()
         if point in AT_START:
             await scene.learner(fault="kill learner.batch_taken 3").killed()
         await scene.learner(fault=fault).killed()
