@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test lint unit integration bench clean
+.PHONY: help setup demo test lint unit integration chaos bench clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
-	@echo "make test   lint, types, unit tests, integration tests with real servers"
+	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
 	@echo "make bench  ratios against raw libraries, side by side"
 	@echo "make clean  remove the virtual environment and caches"
 
@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/farflung up examples/addition.toml
 
-test: lint unit integration
+test: lint unit integration chaos
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -41,6 +41,9 @@ unit: $(READY)
 
 integration: $(READY)
 	$(BIN)/python -m pytest tests/integration
+
+chaos: $(READY)
+	$(BIN)/python -m pytest tests/chaos
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run

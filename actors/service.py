@@ -22,7 +22,7 @@ from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_gr
 from actors.generation import Generator
 from actors.workload import Workload, Workloads
 from broker import faults, names
-from broker.bus import HEARTBEAT, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
+from broker.bus import HEARTBEATS, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
 from broker.chat import ChatTokenizer
 from broker.ending import end
 from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, StoreError
@@ -194,7 +194,7 @@ class Actor:
             head, workload = runs[turn % len(runs)]
             if self._room(workload) <= 0:
                 continue
-            puller = await self._puller(head.run)
+            puller = await self._puller(head.run, workload.spec.fleet.lease_seconds)
             if puller is None:
                 await asyncio.sleep(0.5)
                 continue
@@ -218,10 +218,10 @@ class Actor:
     def _full(self, runs: Sequence[tuple[Head, Workload]]) -> bool:
         return all(self._room(workload) <= 0 for _, workload in runs)
 
-    async def _puller(self, run: str) -> Puller | None:
+    async def _puller(self, run: str, lease_seconds: float) -> Puller | None:
         if run not in self._pullers:
             try:
-                self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer())
+                self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer(lease_seconds))
             except (ConsumerGone, ConnectionFailed) as error:
                 log.info("run %s has no tasks to lease: %s", run, error)
                 return None
@@ -255,7 +255,7 @@ class Actor:
     async def _work(self, lease: Lease) -> None:
         """One group, from lease to acknowledgement."""
         task = lease.task
-        heartbeat = asyncio.create_task(self._keep(lease.delivery))
+        heartbeat = asyncio.create_task(self._keep(lease))
         try:
             with tracing.span("actor", parent=lease.delivery.headers, group=task.group, actor=self.id):
                 answer, id = await self._answer(lease)
@@ -301,10 +301,10 @@ class Actor:
             # The base model must never answer in an adapter's place.
             raise StoreError(f"version {head.active} of run {lease.task.run} is active but its adapter is not named")
 
-    async def _keep(self, delivery: Delivery) -> None:
+    async def _keep(self, lease: Lease) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
-            await delivery.in_progress()
+            await asyncio.sleep(lease.workload.spec.fleet.lease_seconds / HEARTBEATS)
+            await lease.delivery.in_progress()
 
     async def _answer(self, lease: Lease) -> tuple[Message | None, str]:
         """Run the group; the message that answers its task, and the id to publish it under."""

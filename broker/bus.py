@@ -445,11 +445,8 @@ def dead_config() -> StreamConfig:
     )
 
 
-ACK_WAIT = 30.0
-"""A lease lasts this long without a sign of life."""
-
-HEARTBEAT = 10.0
-"""How often the holder of a lease gives a sign of life."""
+HEARTBEATS = 3
+"""The holder of a lease gives this many signs of life in the time for which a lease lasts without one."""
 
 HOLD_WAIT = 300.0
 """A group that a learner holds is delivered again after this long without a sign of life."""
@@ -461,12 +458,12 @@ MAX_DELIVERIES = 5
 """A task that killed this many actors is not given to another."""
 
 
-def actors_consumer(ack_wait: float = ACK_WAIT) -> ConsumerConfig:
-    """The consumer that all actors of a run share."""
+def actors_consumer(lease_seconds: float) -> ConsumerConfig:
+    """The consumer that all actors of a run share; a lease lasts `lease_seconds` without a sign of life."""
     return ConsumerConfig(
         durable_name=names.ACTORS_CONSUMER,
         ack_policy=AckPolicy.EXPLICIT,
-        ack_wait=ack_wait,
+        ack_wait=lease_seconds,
         max_deliver=MAX_DELIVERIES,
         max_ack_pending=20_000,
         max_waiting=4096,

@@ -68,6 +68,12 @@ class PolicyMismatch(RunFailed):
     exit_code = 7
 
 
+class ReplayMismatch(FarflungError):
+    """A committed step is not what its recorded groups make, or a group was trained on twice."""
+
+    exit_code = 7
+
+
 class StoreError(FarflungError):
     """The object store refused or lost something."""
 

@@ -138,6 +138,11 @@ class GroupReady(Message, frozen=True, kw_only=True, tag="group_ready"):
     """Where the group's time went, by the actor's clock: lease, generate, environment, reward, store."""
     actor: Name
 
+    @property
+    def blob(self) -> BlobRef:
+        """The object that holds the group."""
+        return BlobRef(key=self.key, size=self.size, sha256=self.sha256)
+
 
 FailureKind = Literal["environment", "reward", "generation", "timeout", "stale", "task"]
 

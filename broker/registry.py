@@ -238,6 +238,11 @@ class Registry:
                 found.append(decode(entry.value, VersionRecord))
         return found
 
+    async def version(self, run: str, version: int) -> VersionRecord | None:
+        """One version's record, None when there is none."""
+        entry = await self.runs.get(names.version_key(run, version))
+        return decode(entry.value, VersionRecord) if entry else None
+
     async def put_version(self, record: VersionRecord, *, patience: float = 60.0) -> None:
         """Write a version record, unless a later epoch has written it. Raises RegistryConflict then."""
         key = names.version_key(record.run, record.adapter.version)

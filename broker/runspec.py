@@ -180,6 +180,10 @@ class FleetSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     activation_timeout: Annotated[
         float, Meta(gt=0, description="Seconds a replica has to load a version before it is left behind.")
     ] = 120.0
+    lease_seconds: Annotated[
+        float,
+        Meta(ge=1, description="A task runs elsewhere once its actor has given no sign of life for this many seconds."),
+    ] = 30.0
     eval_slots: Annotated[int, Meta(ge=0, description="Adapter slots kept free for evaluation.")] = 0
 
 
@@ -192,6 +196,17 @@ class StorageSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     keep_versions: Annotated[
         int, Meta(ge=0, description="Newest versions whose adapters and checkpoints are kept. 0: all.")
     ] = 0
+    grace_hours: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Hours for which an object stays whatever else says that it may go: the message that names it "
+            "may still be on its way.",
+        ),
+    ] = 24.0
+    sweep_seconds: Annotated[
+        float, Meta(ge=1, description="Seconds between two looks for objects that may be removed.")
+    ] = 600.0
 
 
 class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -22,7 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = """Exit codes: 0 done, 1 unexpected error, 2 configuration or usage, 3 NATS or S3 not reachable or refusing,
 4 an embedded server did not start, 5 the run is held by another learner or cannot be continued, 6 the run failed,
-7 the sampled policy was not the recorded one, 8 the object store failed, 130 or 143 stopped by a signal."""
+7 the sampled policy was not the recorded one, or a replayed step differs, 8 the object store failed, 130 or 143
+stopped by a signal."""
 
 
 def _version() -> str:
@@ -309,7 +310,7 @@ async def status(services: Any, run: str | None, as_json: bool) -> None:
 
 @cli.group()
 def runs() -> None:
-    """List, pause, resume, stop or delete runs."""
+    """List, pause, resume, stop, replay or delete runs."""
 
 
 @runs.command("list")
@@ -340,6 +341,23 @@ _control(
 )
 _control("run", "Go on with a paused or stopped run.\n\nExample:  farflung runs resume addition")
 _control("stop", "Stop the learner after its step; it resumes later.\n\nExample:  farflung runs stop addition")
+
+
+@runs.command("replay")
+@click.argument("run")
+@click.option("--model", help="The run's base model: a directory, a hub name, or smollm2-135m-instruct.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@query
+async def runs_replay(services: Any, run: str, model: str | None, as_json: bool) -> None:
+    """Train a run's recorded groups again and compare every step's weights, bit for bit.
+
+    Exit code 7 when a step differs; 8 when commits or groups that it needs were swept.
+
+    Example:  farflung runs replay addition
+    """
+    from deploy import queries
+
+    await queries.replay(services, run, model, as_json)
 
 
 @runs.command("delete")

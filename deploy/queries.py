@@ -155,6 +155,30 @@ async def control(services: Services, run: str, wanted: Literal["run", "pause", 
     services.console.print(f"run {run} {verb}{note}")
 
 
+async def replay(services: Services, run: str, model: str | None, as_json: bool) -> None:
+    """Make every step again. Raises ReplayMismatch after the last one when any differs."""
+    from learner.replay import StepReplayed, require_identical
+    from learner.replay import replay as make_again
+
+    head = await _head(services, run)
+    files = await asyncio.to_thread(resolve, model or str(head.spec["run"]["model"]), services.console.print)
+
+    def show(step: StepReplayed) -> None:
+        if not as_json:
+            verdict = "bit-identical" if step.identical else f"differs: {step.difference}"
+            services.console.print(f"step {step.step}  {len(step.groups)} groups  {step.adapter[:16]}  {verdict}")
+
+    try:
+        steps = await make_again(services.store, head, files, on_step=show)
+    except ImportError as error:
+        raise ConfigError(f"a replay needs `pip install 'farflung[train]'`: {error}") from error
+    if as_json:
+        identical = all(step.identical for step in steps)
+        plain = [step.to_json() for step in steps]
+        click.echo(json.dumps({"run": run, "incarnation": head.incarnation, "identical": identical, "steps": plain}))
+    require_identical(run, steps)
+
+
 async def delete(services: Services, run: str) -> None:
     """Stop the learner, then remove streams, records and objects."""
     head = await _head(services, run)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from broker.trajectories import Group
 from learner.advantages import group_advantages, has_signal
 from learner.buffer import Held
 from learner.ledger import Outcome
@@ -29,16 +30,16 @@ class BatchFigures:
     signal_groups: int
 
 
-def sequences_of(batch: Sequence[Held], advantage: Literal["grpo", "dr_grpo"]) -> list[TokenSequence]:
+def sequences_of(groups: Sequence[Group], advantage: Literal["grpo", "dr_grpo"]) -> list[TokenSequence]:
     """Every row of every episode of groups that have signal, with its episode's advantage."""
     found = []
-    for held in batch:
-        if not has_signal(held.group.rewards):
+    for group in groups:
+        if not has_signal(group.rewards):
             continue
-        values = group_advantages(held.group.rewards, advantage)
-        for episode, value in zip(held.group.episodes, values, strict=True):
+        values = group_advantages(group.rewards, advantage)
+        for episode, value in zip(group.episodes, values, strict=True):
             found += [
-                TokenSequence(row.ids, row.behaviour, row.trained, float(value), held.id)
+                TokenSequence(row.ids, row.behaviour, row.trained, float(value), group.group)
                 for row in episode.rows
                 if row.trained.any()
             ]

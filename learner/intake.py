@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from broker.bus import HOLD_HEARTBEAT, Bus, Delivery, Puller
 from broker.ending import end
 from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing
-from broker.messages import BlobRef, FailureKind, GroupFailed, GroupReady, decode_one_of
+from broker.messages import FailureKind, GroupFailed, GroupReady, decode_one_of
 from broker.store import Store
 from broker.trajectories import Group
 from learner.buffer import Buffer, Held
@@ -159,7 +159,7 @@ class Intake:
     async def _take_group(self, ready: GroupReady, delivery: Delivery) -> None:
         self._holding[ready.group] = delivery
         try:
-            data = await self._store.get_patiently(BlobRef(key=ready.key, size=ready.size, sha256=ready.sha256))
+            data = await self._store.get_patiently(ready.blob)
             group = Group.from_blob(data)
             if group.group != ready.group or group.version != ready.version:
                 raise MalformedMessage(f"the blob holds {group.group} under version {group.version}")

@@ -14,18 +14,18 @@ from nats.aio.msg import Msg
 
 from broker import faults, names
 from broker.bus import MAX_DELIVERIES, Bus, advisory_sequence
-from broker.errors import ConnectionFailed, Fenced, StoreError
+from broker.errors import ConnectionFailed, Fenced, MalformedMessage, ObjectMissing, StoreError
+from broker.messages import BlobRef
 from broker.runspec import RunSpec
 from broker.store import Store
 from learner.ledger import Ledger, Outcome
+from learner.lineage import lineage
 from learner.session import Session
-from learner.sweep import groups_prefix, removable_groups, removable_versions
+from learner.sweep import contested, groups_prefix, losers, place_of, removable_groups, removable_versions
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-
-SWEEP_SECONDS = 600.0
 
 OVERDUE_FACTOR = 2.0
 """A leased group is expired after this many `group_timeout`s: its actor had one, and a redelivery has another."""
@@ -86,7 +86,7 @@ class Janitor:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed):
                 await self._expire_overdue()
-            if self._clock() - self._swept > SWEEP_SECONDS:
+            if self._clock() - self._swept > self._spec.storage.sweep_seconds:
                 self._swept = self._clock()
                 await self._sweep()
 
@@ -146,17 +146,41 @@ class Janitor:
             now = max((written for _, written in [*groups, *versions, *checkpoints]), default=0.0)
             kept = {ref.key for ref in head.live} | {ref.key for ref in (head.adapter, head.checkpoint) if ref}
             doomed = removable_groups(
-                groups, open_groups=self._ledger.open_ids().keys(), now=now, keep_hours=storage.keep_groups_hours
+                groups,
+                open_groups=self._ledger.open_ids().keys(),
+                now=now,
+                keep_hours=storage.keep_groups_hours,
+                grace_hours=storage.grace_hours,
             )
             for objects, newest in ((versions, head.head), (checkpoints, head.step)):
                 doomed += removable_versions(
-                    objects, newest=newest, referenced=kept, keep=storage.keep_versions, now=now
+                    objects,
+                    newest=newest,
+                    referenced=kept,
+                    keep=storage.keep_versions,
+                    now=now,
+                    grace_hours=storage.grace_hours,
                 )
-            for key in doomed:
+            places = contested([*groups, *versions, *checkpoints], now=now, grace_hours=storage.grace_hours)
+            doomed += losers(places, await self._named(head.checkpoint, places))
+            for key in dict.fromkeys(doomed):
                 await self._store.remove(key)
                 faults.reached("learner.sweeping")
-        except StoreError as error:
+        except (StoreError, MalformedMessage) as error:
             log.warning("not swept: %s", error)
             return
         if doomed:
-            log.info("%d objects removed by retention", len(doomed))
+            log.info("%d objects removed", len(doomed))
+
+    async def _named(self, newest: BlobRef | None, places: Collection[str]) -> dict[str, str]:
+        """What the commits from `newest` back name in each of `places`, as far back as there are any."""
+        wanted, named = set(places), dict[str, str]()
+        if not wanted:
+            return named
+        with contextlib.suppress(ObjectMissing):  # older commits were swept
+            async for ref, checkpoint in lineage(self._store, newest):
+                blobs = [ref, checkpoint.weights, checkpoint.optimizer, *(group.blob for group in checkpoint.trained)]
+                named |= {place_of(blob.key): blob.key for blob in blobs if place_of(blob.key) in wanted}
+                if named.keys() == wanted:
+                    break
+        return named

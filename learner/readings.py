@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from learner.batch import BatchFigures
 from learner.truth import TruthReport
@@ -50,18 +50,54 @@ def step_figures(
 
 
 class StepLog:
-    """Appends steps to `steps.jsonl` in `directory`; without a directory, nowhere."""
+    """Appends steps to `steps.jsonl` in `directory`; without a directory, nowhere.
+
+    Whoever begins, or goes on, puts a file of its own in the place of the one that was there. So a learner that was
+    displaced without knowing it writes into a file that nobody sees any more.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory / STEP_LOG if directory is not None else None
+        self._file: IO[str] | None = None
 
     def begin(self) -> None:
         """A new incarnation: the file starts empty."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        self._replace([])
+
+    def keep_until(self, step: int) -> int:
+        """Going on from `step`: drop torn lines and those of steps that do not count any more.
+
+        Returns the last step that needs no more logging.
+        """
+        if self._path is None:
+            return step
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self._replace(kept)
+        return int(json.loads(kept[-1])["step"]) if kept else 0
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        if self._path is None:
+            return
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".draft")
+        self._file = draft.open("w")
+        self._file.writelines(lines)
+        self._file.flush()
+        draft.replace(self._path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def append(self, record: Mapping[str, float]) -> None:
-        if self._path is not None:
+        """Log one step."""
+        if self._path is None:
+            return
+        if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            self._file = self._path.open("a")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from broker import faults, names
-from broker.bus import Bus, ConsumerGone, dead_config, groups_config, learner_consumer, tasks_config
+from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
 from broker.ending import end
-from broker.errors import Fenced, RegistryConflict, RunFailed
+from broker.errors import Fenced, ObjectMissing, RegistryConflict, RunFailed
 from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
@@ -32,19 +32,21 @@ from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_slots
-from learner.batch import BatchFigures, figures_of, outcomes_of, sequences_of
+from learner.batch import BatchFigures, figures_of, outcomes_of
 from learner.buffer import Buffer, Held
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
 from learner.feeder import Feeder
 from learner.intake import Intake
 from learner.janitor import Janitor
 from learner.ledger import Ledger, Outcome
+from learner.lineage import lineage
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tasks import check_lengths, load_tasks
+from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
 from learner.verification import Verifier
 from observability import metrics, tracing
@@ -152,6 +154,7 @@ class Learner:
             await self._roster.close()
             await self._heads.close()
             await self._registry.remove_node(self.id)
+            self._steps.close()
             self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _claim(self) -> Claim:
@@ -198,6 +201,9 @@ class Learner:
                 await self._forget_predecessor(run)
                 self._steps.begin()
             await self._bus.ensure_stream(tasks_config(run))
+            # Actors that have the consumer already do not look at its settings again.
+            leases = actors_consumer(self.spec.fleet.lease_seconds)
+            await (await self._bus.puller(names.tasks_stream(run), leases)).close()
             await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
             consumer = names.learner_consumer(run, head.incarnation, head.epoch)
             await self._bus.delete_consumers(names.groups_stream(run), keep=consumer)
@@ -263,18 +269,7 @@ class Learner:
                 await self._registry.runs.delete(names.version_key(run, record.adapter.version))
 
     def _load_policy(self) -> Policy:
-        from learner.model import Policy
-
-        return Policy(
-            self._model.directory,
-            model_name=self._model.public_name,
-            lora=self.spec.lora,
-            optimizer=self.spec.optimizer,
-            temperature=self.spec.sampling.temperature,
-            dtype=self.spec.run.dtype,
-            seed=self.spec.run.seed,
-            threads=self._threads,
-        )
+        return new_policy(self.spec, self._model.directory, model_name=self._model.public_name, threads=self._threads)
 
     async def _restore(self) -> None:
         """Go on from the newest intact commit."""
@@ -284,11 +279,24 @@ class Learner:
         checkpoint, ref, weights, optimizer = found
         if checkpoint.step != self._session.head.step:
             await self._session.go_back_to(checkpoint, ref)
+        await self._session.complete_commit(checkpoint, ref)
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
         await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)
         self._rewards = list(checkpoint.rewards)
         self._earlier_seconds = checkpoint.seconds
+        await self._complete_log(ref, checkpoint.step)
+
+    async def _complete_log(self, newest: BlobRef, step: int) -> None:
+        """Log what an earlier learner committed and did not live to log, as far back as commits are kept."""
+        logged, missing = self._steps.keep_until(step), list[Mapping[str, float]]()
+        with contextlib.suppress(ObjectMissing):
+            async for _, checkpoint in lineage(self._store, newest):
+                if checkpoint.step <= logged:
+                    break
+                missing.insert(0, checkpoint.record)
+        for record in missing:
+            self._steps.append(record)
 
     async def _adopt(self, run: str) -> None:
         """Bring ledger and broker together: what the broker holds is open, and what is open the broker holds."""
@@ -425,28 +433,31 @@ class Learner:
             with tracing.span("train", run=head.run, step=head.step + 1):
                 stats = await self._in_thread(lambda: self._optimize(batch))
             trained = self._clock()
-            published = await self._commit(batch, figures, stats)
+            seconds = {"wait": wait, "train": trained - began}
+            published, record = await self._commit(batch, figures, stats, report, seconds)
             span.set_attribute("farflung.reward", figures.reward)
             span.set_attribute("farflung.version", self._session.head.head)
         if published:
             self._activator.wake.set()
         self._credit_changed.set()
-        seconds = {"wait": wait, "train": trained - began, "commit": self._clock() - trained}
-        self._note_step(batch, figures, stats, report, seconds)
+        seconds["commit"] = self._clock() - trained
+        self._note_step(batch, figures, stats, seconds, record)
 
     def _optimize(self, batch: Sequence[Held]) -> StepStats:
-        algorithm = self.spec.algorithm
-        sequences = sequences_of(batch, algorithm.advantage)
-        return self._policy.train_step(
-            sequences,
-            token_budget=self.spec.optimizer.token_budget,
-            algorithm=algorithm,
-            progress=lambda point: faults.reached(f"learner.{point}"),
-        )
+        groups = [held.group for held in batch]
+        return train(self._policy, groups, self.spec, progress=lambda point: faults.reached(f"learner.{point}"))
 
-    async def _commit(self, batch: Sequence[Held], figures: BatchFigures, stats: StepStats) -> bool:
-        """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published."""
-        head = self._session.head
+    async def _commit(
+        self,
+        batch: Sequence[Held],
+        figures: BatchFigures,
+        stats: StepStats,
+        report: TruthReport,
+        seconds: Mapping[str, float],
+    ) -> tuple[bool, dict[str, float]]:
+        """Uploads, the compare-and-set, the acknowledgements. Tells whether a version was published, and how the step
+        is logged; `seconds` are those before the commit."""
+        began, head = self._clock(), self._session.head
         step = head.step + 1
         rewards = [*self._rewards, figures.reward]
         last = step == self.spec.run.steps or self._reached_target(rewards)
@@ -461,6 +472,17 @@ class Learner:
             faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
             outcomes = outcomes_of(batch)
+            ledger = self._ledger.to_state(outcomes)
+            readings = step_figures(figures, stats, report, {**seconds, "commit": self._clock() - began})
+            record = {
+                "step": step,
+                "head": version,
+                "active": head.active,
+                "seconds_left": self._seconds_left(step),
+                **readings,
+                **Ledger.from_state(ledger).counts(),
+                "time": time.time(),
+            }
             checkpoint = Checkpoint(
                 run=head.run,
                 incarnation=head.incarnation,
@@ -468,9 +490,13 @@ class Learner:
                 version=version,
                 weights=weights_ref,
                 optimizer=optimizer_ref,
-                ledger=self._ledger.to_state(outcomes),
+                ledger=ledger,
                 rewards=rewards,
-                trained=[held.id for held in batch],
+                trained=[TrainedGroup(held.id, held.ready.blob) for held in batch],
+                previous=head.checkpoint,
+                spec=head.spec,
+                arithmetic=await self._in_thread(arithmetic),
+                record=record,
                 seconds=self._seconds(),
             )
             ref = await self._session.store_blob(step, "state", checkpoint.encode())
@@ -484,7 +510,7 @@ class Learner:
                 summary={"reward": figures.reward, "staleness": figures.staleness_mean},
                 trace=trace,
             )
-        self._rewards = rewards
+        self._rewards, self._last = rewards, readings
         if adapter is not None:
             self._verifier.remember(version, weights, self._session.adapters)
         for group, outcome in outcomes:
@@ -495,7 +521,7 @@ class Learner:
         await asyncio.gather(*(held.delivery.ack() for held in batch))
         faults.reached("learner.acknowledged")
         self._intake.let_go(held.id for held in batch)
-        return adapter is not None
+        return adapter is not None, record
 
     async def _store_weights(
         self, version: int | None, step: int, weights: bytes, trace: Mapping[str, str]
@@ -545,37 +571,30 @@ class Learner:
         batch: Sequence[Held],
         figures: BatchFigures,
         stats: StepStats,
-        report: TruthReport,
-        seconds: dict[str, float],
+        seconds: Mapping[str, float],
+        record: Mapping[str, float],
     ) -> None:
+        """Tell of a committed step. `record` is what its commit says of it; what only showed since is added."""
         head = self._session.head
         self._step_seconds = [*self._step_seconds[-9:], sum(seconds.values())]
         for part, value in seconds.items():
             metrics.record("farflung.step.seconds", value, run=head.run, part=part)
         for held in batch:
             metrics.record("farflung.group.age", head.head - held.version, run=head.run)
-        self._last = step_figures(figures, stats, report, seconds)
-        record = {
-            "step": head.step,
-            "head": head.head,
-            "active": head.active,
-            "seconds_left": self._seconds_left(),
-            **self._last,
-            **self._ledger.counts(),
-            "time": time.time(),
-        }
+        self._last["seconds_commit"] = seconds["commit"]
+        since = {"active": head.active, "seconds_left": self._seconds_left(head.step), **self._last}
         log.info(
             "step %d: reward %.3f, staleness %.2f, loss %.4f, ratio %.4f, k3 %.2g; "
             "wait %.1f s, train %.1f s, commit %.2f s",
             head.step, figures.reward, figures.staleness_mean, stats.loss, stats.ratio_mean, stats.k3,
             seconds["wait"], seconds["train"], seconds["commit"],
         )  # fmt: skip
-        self._steps.append(record)
+        self._steps.append({**record, **since})
 
-    def _seconds_left(self) -> float:
-        """What the remaining steps take at the pace of the last ten."""
+    def _seconds_left(self, step: int) -> float:
+        """What the steps after `step` take at the pace of the last ten."""
         pace = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
-        return pace * (self.spec.run.steps - self._session.head.step)
+        return pace * (self.spec.run.steps - step)
 
     def _gauges(self) -> dict[str, float]:
         head = self._session.head
@@ -626,7 +645,7 @@ class Learner:
                 "rollout_wait": self._waiting_share.read(self._clock()),
                 "window": float(self._rule.window),
                 "seconds": self._seconds(),
-                "seconds_left": self._seconds_left(),
+                "seconds_left": self._seconds_left(head.step),
                 "activation_seconds": self._activator.seconds,
                 **self._last,
                 **{name: float(number) for name, number in self._ledger.counts().items()},

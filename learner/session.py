@@ -103,7 +103,8 @@ class Session:
         try:
             await self._registry.put_version(record, patience=BROKER_PATIENCE)
         except RegistryConflict as error:
-            raise Fenced(f"run {self.run} has moved on without this learner: {error}") from error
+            why = await self.fenced() or f"run {self.run} has moved on without this learner: {error}"
+            raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
 
     async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
         """Store a part of a step's checkpoint."""
@@ -151,6 +152,22 @@ class Session:
         if adapter is not None:
             record = self._record(adapter, checkpoint.step, "committed", ref, reward, dict(trace))
             await self._put_version(record)
+
+    async def complete_commit(self, checkpoint: Checkpoint, ref: BlobRef) -> None:
+        """Let the record of a committed version say so, should its learner have died, or hung, before it could.
+
+        From then on that learner can write it no more.
+        """
+        adapter = self._head.adapter
+        if adapter is None or adapter.blob != checkpoint.weights:
+            return  # the step published no version
+        there = await self._registry.version(self.run, adapter.version)
+        if there is not None and there.adapter == adapter and there.state != "offered":
+            return
+        trace = there.trace if there is not None and there.adapter == adapter else {}
+        await self._put_version(
+            self._record(adapter, checkpoint.step, "committed", ref, checkpoint.rewards[-1], dict(trace))
+        )
 
     async def activate(self, version: int) -> None:
         """Make `version` the one the fleet serves. Raises Fenced."""

@@ -63,7 +63,7 @@ async def test_a_full_stream_refuses_at_once_and_the_same_id_is_good_later(bus: 
 
 async def test_an_unacknowledged_task_comes_again_and_a_heartbeat_keeps_it(bus: Bus) -> None:
     await bus.ensure_stream(tasks_config("lease"))
-    puller = await bus.puller(names.tasks_stream("lease"), actors_consumer(ack_wait=1.0))
+    puller = await bus.puller(names.tasks_stream("lease"), actors_consumer(1.0))
     await bus.publish(names.task_subject("lease", "g"), task("g"), id="a")
     [first] = await puller.fetch(1, 5)
     assert first.attempt == 1
@@ -199,7 +199,7 @@ async def test_a_task_that_uses_up_its_deliveries_is_told_of(bus: Bus) -> None:
         told.append(advisory_sequence(message.data))  # type: ignore[attr-defined]
 
     await bus.subscribe(names.given_up_subject("giveup"), note)
-    puller = await bus.puller(names.tasks_stream("giveup"), actors_consumer())
+    puller = await bus.puller(names.tasks_stream("giveup"), actors_consumer(30.0))
     receipt = await bus.publish(names.task_subject("giveup", "g"), task("g"), id="a")
     for _ in range(MAX_DELIVERIES):
         [delivery] = await puller.fetch(1, 5)

@@ -180,6 +180,19 @@ def test_every_step_publishes_one_version(run: Run) -> None:
     assert len({record["adapter"]["sha256"] for record in versions}) == STEPS, "each step changed the weights"
 
 
+def test_a_run_is_replayed_bit_for_bit(run: Run) -> None:
+    replayed = run.ask("runs", "replay", "tiny")
+    assert replayed["identical"]
+    steps = replayed["steps"]
+    assert [(step["step"], step["identical"], step["difference"]) for step in steps] == [
+        (number, True, "") for number in range(1, STEPS + 1)
+    ]
+    versions = run.ask("adapters", "list", "tiny")
+    assert [step["adapter"] for step in steps] == [record["adapter"]["sha256"] for record in versions]
+    groups = [group for step in steps for group in step["groups"]]
+    assert len(groups) == len(set(groups)) == STEPS * 4, "no group is in two steps"
+
+
 def test_status_and_the_list_of_runs_tell_how_the_run_ended(run: Run) -> None:
     [listed] = run.ask("runs", "list")
     assert (listed["run"], listed["state"], listed["step"], listed["head"], listed["active"]) == (

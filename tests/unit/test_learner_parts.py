@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from learner.batch import figures_of, outcomes_of, sequences_of
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
 from learner.janitor import Leases
-from learner.sweep import removable_groups, removable_versions
+from learner.readings import StepLog
+from learner.sweep import contested, losers, place_of, removable_groups, removable_versions
 
 
 class Delivery:
@@ -67,7 +69,7 @@ def test_what_is_too_stale_for_the_next_step_leaves_the_buffer() -> None:
 def test_groups_without_signal_are_skipped_and_the_others_trained() -> None:
     batch = [held(1), held(2, rewards=(1.0, 1.0))]
     assert outcomes_of(batch) == [("g1", "trained"), ("g2", "skipped")]
-    sequences = sequences_of(batch, "dr_grpo")
+    sequences = sequences_of([item.group for item in batch], "dr_grpo")
     assert [sequence.advantage for sequence in sequences] == [-0.5, 0.5]
     assert all(sequence.group == "g1" for sequence in sequences)
 
@@ -159,19 +161,44 @@ def test_a_lease_is_overdue_once_and_only_after_its_limit() -> None:
 def test_retention_keeps_open_groups_and_what_is_young() -> None:
     day = 24 * 3600.0
     objects = [("runs/r/i/groups/open.s", 0.0), ("runs/r/i/groups/old.s", 0.0), ("runs/r/i/groups/new.s", 9.5 * day)]
-    assert removable_groups(objects, open_groups={"open"}, now=10 * day, keep_hours=48) == ["runs/r/i/groups/old.s"]
-    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=0) == []
-    assert removable_groups(objects, open_groups=(), now=10 * day, keep_hours=1) == [
-        "runs/r/i/groups/open.s", "runs/r/i/groups/old.s",
-    ]  # fmt: skip
+
+    def removable(open_groups: set[str], keep_hours: float) -> list[str]:
+        return removable_groups(objects, open_groups=open_groups, now=10 * day, keep_hours=keep_hours, grace_hours=24)
+
+    assert removable({"open"}, keep_hours=48) == ["runs/r/i/groups/old.s"]
+    assert removable(set(), keep_hours=0) == []
+    assert removable(set(), keep_hours=1) == ["runs/r/i/groups/open.s", "runs/r/i/groups/old.s"]
 
 
 def test_retention_of_versions_never_removes_what_the_head_refers_to() -> None:
     day = 24 * 3600.0
     objects = [(f"runs/r/i/adapters/{number:06d}.s", 0.0) for number in (1, 2, 8, 9)]
-    doomed = removable_versions(objects, newest=9, referenced={objects[1][0]}, keep=2, now=10 * day)
-    assert doomed == ["runs/r/i/adapters/000001.s"]
-    assert removable_versions(objects, newest=9, referenced=(), keep=0, now=10 * day) == []
+
+    def removable(referenced: set[str], keep: int) -> list[str]:
+        return removable_versions(
+            objects, newest=9, referenced=referenced, keep=keep, now=10 * day, grace_hours=24
+        )  # fmt: skip
+
+    assert removable({objects[1][0]}, keep=2) == ["runs/r/i/adapters/000001.s"]
+    assert removable(set(), keep=0) == []
+
+
+def test_of_two_blobs_of_one_group_the_one_that_no_commit_names_goes_once_it_is_old() -> None:
+    hour = 3600.0
+    objects = [
+        ("runs/r/i/groups/twice.won", 0.0), ("runs/r/i/groups/twice.lost", hour), ("runs/r/i/groups/once.any", 0.0),
+        ("runs/r/i/groups/open.a", 0.0), ("runs/r/i/groups/open.b", 0.0),
+        ("runs/r/i/checkpoints/000003/state.won", 30 * hour), ("runs/r/i/checkpoints/000003/state.lost", 0.0),
+    ]  # fmt: skip
+    named = {place_of(key): key for key, _ in objects if key.endswith("won")}
+
+    def lost(now: float) -> list[str]:
+        return losers(contested(objects, now=now, grace_hours=24), named)
+
+    assert lost(24 * hour) == []
+    assert lost(24.5 * hour) == ["runs/r/i/checkpoints/000003/state.lost"], "the other is not a day old"
+    assert lost(26 * hour) == ["runs/r/i/groups/twice.lost", "runs/r/i/checkpoints/000003/state.lost"]
+    assert losers(contested(objects, now=99 * hour, grace_hours=24), {}) == [], "no commit has decided yet"
 
 
 def test_rows_whose_arrays_do_not_fit_are_refused() -> None:
@@ -188,3 +215,26 @@ def test_rows_whose_arrays_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(MalformedMessage):
             bad.check()
+
+
+# --------------------------------------------------------------------------------------------------------- step log
+
+
+def test_the_step_log_keeps_what_counts_and_drops_torn_lines_and_steps_that_were_lost(tmp_path: Path) -> None:
+    log = StepLog(tmp_path)
+    assert log.keep_until(3) == 0
+    for step in (1, 2, 3):
+        log.append({"step": step})
+    path = tmp_path / "steps.jsonl"
+    whole = path.read_text()
+    assert log.keep_until(3) == 3
+    assert path.read_text() == whole
+    path.write_text(whole + '{"st')
+    assert log.keep_until(2) == 2, "the run goes on from step 2: a later commit was lost"
+    assert path.read_text() == whole.replace('{"step": 3}\n', "")
+    other = StepLog(tmp_path)
+    assert other.keep_until(2) == 2
+    log.append({"step": 3})
+    other.append({"step": 3})
+    assert path.read_text() == whole, "what a displaced learner still writes is not in it"
+    assert StepLog(None).keep_until(9) == 9, "nothing is missing where nothing is logged"

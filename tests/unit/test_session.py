@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from broker.errors import Fenced, RegistryConflict
-from broker.messages import AdapterRef, BlobRef, Head
-from learner.checkpoint import Checkpoint
+from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
+from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim
 from learner.session import Session
-from tests.unit.test_learner_parts import head, ref
+from tests.unit.test_learner_parts import head, held, record, ref
 
 
 class StubRegistry:
@@ -70,6 +71,36 @@ async def test_commit_and_activation_at_once_leave_both_the_active_and_the_newes
         assert {written.active, written.head} <= {item.version for item in written.live}
 
 
+@pytest.mark.parametrize("dead_after", ["the offer", "the record"])
+async def test_a_learner_that_goes_on_completes_the_commit_of_one_that_died_in_it(dead_after: str) -> None:
+    adapter = ref(7)
+    subject, registry = session(adapter=adapter)
+    there = record(7, trace={"traceparent": "t"}, state="offered" if dead_after == "the offer" else "committed")
+    written: list[VersionRecord] = []
+
+    async def version(run: str, number: int) -> VersionRecord:
+        return there
+
+    async def put_version(new: VersionRecord, *, patience: float) -> None:
+        written.append(new)
+
+    registry.version, registry.put_version = version, put_version  # type: ignore[attr-defined, method-assign]
+    last = replace(checkpoint(7, 7), weights=adapter.blob, rewards=[0.1, 0.5])
+    where = BlobRef(key="state", size=1, sha256="0" * 64)
+    await subject.complete_commit(last, where)
+    if dead_after == "the record":
+        assert not written
+        return
+    [new] = written
+    assert (new.state, new.step, new.checkpoint, new.reward, new.epoch) == ("committed", 7, where, 0.5, 2)
+    assert new.trace == there.trace
+
+
+async def test_a_step_that_published_no_version_completes_no_record() -> None:
+    subject, _ = session(adapter=ref(7))
+    await subject.complete_commit(checkpoint(8, 7), BlobRef(key="state", size=1, sha256="0" * 64))
+
+
 async def test_a_session_whose_run_moved_on_is_fenced_and_says_by_whom() -> None:
     subject, registry = session()
     registry.now = head(epoch=9, learner="other")
@@ -101,3 +132,15 @@ async def test_going_back_to_an_older_commit_names_that_commit(monkeypatch: pyte
     assert registry.now.checkpoint == blob
     assert isinstance(registry.now.adapter, AdapterRef)
     assert max(item.version for item in registry.now.live) == 5
+
+
+def test_a_checkpoint_names_the_very_bytes_of_its_groups_and_the_checkpoint_before_it() -> None:
+    batch = [held(2), held(1)]
+    trained = [TrainedGroup(item.id, item.ready.blob) for item in batch]
+    before = BlobRef(key="before", size=3, sha256="2" * 64)
+    there = decode(replace(checkpoint(8, 8), trained=trained, previous=before).encode(), Checkpoint)
+    assert [(group.id, group.blob) for group in there.trained] == [
+        ("g2", BlobRef(key="k", size=1, sha256="0" * 64)),
+        ("g1", BlobRef(key="k", size=1, sha256="0" * 64)),
+    ], "in the order they were packed"
+    assert there.previous == before

@@ -134,7 +134,7 @@ class Referee:
         checkpoint = decode(found[0], Checkpoint)
         ledger = Ledger.from_state(checkpoint.ledger)
         open_ids = frozenset(ledger.open_ids())
-        trained = frozenset(_group(one) for one in checkpoint.trained)
+        trained = frozenset(one.id for one in checkpoint.trained)
         if len(trained) != self._shape.groups_per_step or len(checkpoint.trained) != len(trained):
             self.fail(f"step {new.step} was made from {checkpoint.trained}")
         if twice := trained & before.trained:
@@ -161,7 +161,7 @@ class Referee:
             self.fail(f"step {checkpoint.step}: weights and optimizer have different histories")
         if before.history is None:
             return weights
-        named = [_group(one) for one in checkpoint.trained]
+        named = [one.id for one in checkpoint.trained]
         added = weights[len(before.history) :]
         if weights[: len(before.history)] != before.history or len(added) > 1:
             self.fail(f"step {checkpoint.step}: the weights do not follow from those of the commit before")
@@ -200,10 +200,6 @@ class Referee:
         """The learner has opened a group."""
         if learner._ledger.open_groups > self._rule.window:
             self.fail(f"{learner._ledger.open_groups} groups are open, the window is {self._rule.window}")
-
-
-def _group(record: object) -> str:
-    return record if isinstance(record, str) else str(record.group)  # type: ignore[attr-defined]
 
 
 def _index(group: str) -> int:

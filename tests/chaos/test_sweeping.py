@@ -1,0 +1,50 @@
+"""A learner is killed while it sweeps: what commits name stays, what lost its place to it goes in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.messages import BlobRef
+from learner.checkpoint import Checkpoint
+from learner.sweep import contested
+from tests.chaos.processes import PATIENCE
+from tests.chaos.scene import Scene
+from tests.waiting import until_true
+
+pytestmark = pytest.mark.servers
+
+
+def blobs_of(commit: Checkpoint) -> list[BlobRef]:
+    return [commit.weights, commit.optimizer, *(group.blob for group in commit.trained)]
+
+
+async def test_a_learner_killed_while_it_sweeps_has_removed_nothing_that_counts(scene: Scene) -> None:
+    scene.configure(run={"steps": 16}, storage={"grace_hours": 0.0, "sweep_seconds": 1.0})
+    scene.router()
+    scene.actor()
+    await scene.learner(fault="kill learner.before_commit 2").killed()
+    await scene.learner(fault="kill learner.before_commit 2").killed()
+    # Both left the state of a step that was made again, hence two objects that no commit will name.
+
+    async def orphans() -> int:
+        places = contested([(key, 0.0) for key in await scene.objects()], now=1.0, grace_hours=0.0)
+        return sum(len(keys) - 1 for keys in places.values())
+
+    async def made_again() -> bool:
+        return (await scene.head()).step >= 4
+
+    sweeping = scene.learner(fault="kill learner.sweeping 1")
+    await until_true(made_again, within=PATIENCE, what="the steps are made again")
+    await scene.want("pause")
+    await sweeping.killed()
+    named = {blob.key for commit in await scene.commits() for blob in blobs_of(commit)}
+    assert named <= await scene.objects(), "what commits name is there"
+    learner = scene.learner()
+
+    async def swept() -> bool:
+        return await orphans() == 0
+
+    await until_true(swept, within=PATIENCE, what="the next learner sweeps the rest")
+    await scene.want("run")
+    assert await learner.wait() == 0
+    await scene.assert_whole()
