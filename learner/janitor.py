@@ -17,7 +17,7 @@ from broker.bus import MAX_DELIVERIES, Bus, advisory_sequence
 from broker.errors import ConnectionFailed, Fenced, MalformedMessage, ObjectMissing, StoreError
 from broker.messages import BlobRef
 from broker.runspec import RunSpec
-from broker.store import Store
+from broker.store import Store, reference
 from learner.ledger import Ledger, Outcome
 from learner.lineage import lineage
 from learner.session import Session
@@ -26,6 +26,9 @@ from learner.sweep import contested, groups_prefix, losers, place_of, removable_
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
+
+INSPECT_SECONDS = 30.0
+"""How often the store is asked whether it still has the adapters that replicas may want."""
 
 OVERDUE_FACTOR = 2.0
 """A leased group is expired after this many `group_timeout`s: its actor had one, and a redelivery has another."""
@@ -59,6 +62,7 @@ class Janitor:
         spec: RunSpec,
         *,
         on_unanswered: Callable[[str, Outcome, str], None],
+        weights_of: Callable[[int], bytes | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -67,9 +71,10 @@ class Janitor:
         self._ledger = ledger
         self._spec = spec
         self._unanswered = on_unanswered
+        self._weights_of = weights_of
         self._clock = clock
         self._leases = Leases(OVERDUE_FACTOR * spec.environment.group_timeout)
-        self._swept = clock()
+        self._swept = self._inspected = clock()
 
     async def run(self) -> None:
         """Look after the run until cancelled. Raises Fenced when another epoch has begun."""
@@ -86,6 +91,9 @@ class Janitor:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed):
                 await self._expire_overdue()
+            if self._clock() - self._inspected > INSPECT_SECONDS:
+                self._inspected = self._clock()
+                await self._put_back()
             if self._clock() - self._swept > self._spec.storage.sweep_seconds:
                 self._swept = self._clock()
                 await self._sweep()
@@ -134,6 +142,21 @@ class Janitor:
         self._unanswered(group, outcome, reason)
         await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
         await self._bus.dead_letter(subject, task, reason)
+
+    async def _put_back(self) -> None:
+        """Store the adapters again that the store has lost and replicas may still want: their bytes are here."""
+        head = self._session.head
+        for ref in head.live:
+            weights = self._weights_of(ref.version)
+            prefix = names.adapter_prefix(head.run, head.incarnation, ref.version)
+            try:
+                if weights is None or reference(prefix, weights) != ref.blob or await self._store.exists(ref.blob):
+                    continue
+                log.error("the store has lost %s; it is stored again", ref.key)
+                await self._store.put(prefix, weights)
+            except StoreError as error:
+                log.warning("not looked after: %s", error)
+                return
 
     async def _sweep(self) -> None:
         """Remove objects by the retention the user set. A store that is away is swept another time."""

@@ -245,6 +245,7 @@ class Learner:
             self._ledger,
             self.spec,
             on_unanswered=self._on_unanswered,
+            weights_of=self._verifier.weights_of,
             clock=self._clock,
         )
         self._began = self._clock()
@@ -280,6 +281,9 @@ class Learner:
         if checkpoint.step != self._session.head.step:
             await self._session.go_back_to(checkpoint, ref)
         await self._session.complete_commit(checkpoint, ref)
+        head = self._session.head
+        if head.adapter is not None and head.adapter.blob == checkpoint.weights:
+            self._verifier.remember(head.head, weights, self._session.adapters)
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
         await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)

@@ -30,6 +30,10 @@ class Verifier:
         for old in [number for number in self._weights if number not in keep]:
             del self._weights[old]
 
+    def weights_of(self, version: int) -> bytes | None:
+        """A version's weights, if they are kept here."""
+        return self._weights.get(version)
+
     async def weights_for(self, batch: Sequence[Held], published: Mapping[int, AdapterRef]) -> dict[int, bytes | None]:
         """The adapter of every version that sampled anything in `batch`, None for the base model.
 

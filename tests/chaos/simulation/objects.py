@@ -17,13 +17,19 @@ class Objects:
     def __init__(self, time: Callable[[], float]) -> None:
         self._time = time
         self.held: dict[str, tuple[bytes, float]] = {}
-        self.forgotten: set[str] = set()
+        self.forgotten: dict[str, bytes] = {}
+        """What it took, and has lost since."""
         self.away = False
         self.full = False
 
     def forget(self, key: str) -> None:
-        if self.held.pop(key, None) is not None:
-            self.forgotten.add(key)
+        found = self.held.pop(key, None)
+        if found is not None:
+            self.forgotten[key] = found[0]
+
+    def ever_held(self, key: str) -> bytes | None:
+        """What was stored under `key`, whether or not it is still there."""
+        return self.held[key][0] if key in self.held else self.forgotten.get(key)
 
     # ------------------------------------------------------------------------------------------------ minio.Minio
 
@@ -32,7 +38,7 @@ class Objects:
         if self.full:
             raise _error("XMinioStorageFull", "the disk is full", key)
         self.held[key] = (data.read(length), self._time())
-        self.forgotten.discard(key)
+        self.forgotten.pop(key, None)
 
     def get_object(self, bucket: str, key: str) -> Any:
         self._answer()

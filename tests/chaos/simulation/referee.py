@@ -35,8 +35,7 @@ class Commit:
     step: int
     cursor: int
     open: frozenset[str]
-    history: History | None
-    """None: the store has forgotten these weights since."""
+    history: History
     trained: frozenset[str]
 
 
@@ -126,12 +125,11 @@ class Referee:
         self.commits += 1
         if new.step != old.step + 1:
             self.fail(f"step {new.step} was committed after step {old.step}")
-        found = self._objects.held.get(new.checkpoint.key)
-        if found is None:
-            if new.checkpoint.key not in self._objects.forgotten:
-                self.fail(f"step {new.step} was committed without its state in the store")
+        state = self._objects.ever_held(new.checkpoint.key)
+        if state is None:
+            self.fail(f"step {new.step} was committed without its state in the store")
             return
-        checkpoint = decode(found[0], Checkpoint)
+        checkpoint = decode(state, Checkpoint)
         ledger = Ledger.from_state(checkpoint.ledger)
         open_ids = frozenset(ledger.open_ids())
         trained = frozenset(one.id for one in checkpoint.trained)
@@ -146,21 +144,18 @@ class Referee:
         history = self._history_after(before, checkpoint)
         self._commits[new.checkpoint.key] = Commit(new.step, ledger.cursor, open_ids, history, before.trained | trained)
 
-    def _history_after(self, before: Commit, checkpoint: Checkpoint) -> History | None:
+    def _history_after(self, before: Commit, checkpoint: Checkpoint) -> History:
         """The history that the committed weights have, which must be that of the commit before and this step."""
         histories = []
         for part in (checkpoint.weights, checkpoint.optimizer):
-            found = self._objects.held.get(part.key)
+            found = self._objects.ever_held(part.key)
             if found is None:
-                if part.key not in self._objects.forgotten:
-                    self.fail(f"step {checkpoint.step} was committed without {part.key} in the store")
-                return None
-            histories.append(history_of(found[0]))
+                self.fail(f"step {checkpoint.step} was committed without {part.key} in the store")
+                return before.history
+            histories.append(history_of(found))
         weights, optimizer = histories
         if weights != optimizer:
             self.fail(f"step {checkpoint.step}: weights and optimizer have different histories")
-        if before.history is None:
-            return weights
         named = [one.id for one in checkpoint.trained]
         added = weights[len(before.history) :]
         if weights[: len(before.history)] != before.history or len(added) > 1:

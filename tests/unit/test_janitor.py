@@ -1,0 +1,67 @@
+"""What the janitor does about a store that loses what it took."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker import names
+from broker.errors import StoreError
+from broker.messages import AdapterRef, BlobRef
+from broker.store import reference
+from learner.janitor import Janitor
+from learner.ledger import Ledger
+from tests.unit.test_feeder_and_intake import SPEC
+from tests.unit.test_learner_parts import head
+
+
+class StubStore:
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.away = False
+
+    async def exists(self, ref: BlobRef) -> bool:
+        if self.away:
+            raise StoreError("away")
+        return ref.key in self.objects
+
+    async def put(self, prefix: str, data: bytes) -> BlobRef:
+        ref = reference(prefix, data)
+        self.objects[ref.key] = data
+        return ref
+
+
+def adapter(version: int, weights: bytes) -> AdapterRef:
+    blob = reference(names.adapter_prefix("r", "i", version), weights)
+    name = names.adapter_name("r", version, blob.sha256)
+    return AdapterRef(version=version, name=name, key=blob.key, size=blob.size, sha256=blob.sha256)
+
+
+def janitor(store: StubStore, live: list[AdapterRef], kept: dict[int, bytes]) -> Janitor:
+    session: Any = SimpleNamespace(head=head(head=2, active=2, live=live))
+    subject: Any = store
+    bus: Any = None
+    return Janitor(bus, subject, session, Ledger(), SPEC, on_unanswered=lambda *_: None, weights_of=kept.get)
+
+
+async def test_an_adapter_that_the_store_lost_is_stored_again_under_its_key() -> None:
+    store = StubStore()
+    live = [adapter(1, b"one"), adapter(2, b"two")]
+    store.objects[live[0].key] = b"one"
+    await janitor(store, live, {1: b"one", 2: b"two"})._put_back()
+    assert store.objects == {live[0].key: b"one", live[1].key: b"two"}
+
+
+async def test_other_bytes_are_never_stored_in_an_adapters_place() -> None:
+    store = StubStore()
+    await janitor(store, [adapter(2, b"two")], {2: b"not two"})._put_back()
+    assert store.objects == {}
+
+
+async def test_a_store_that_is_away_is_looked_after_another_time(caplog: pytest.LogCaptureFixture) -> None:
+    store = StubStore()
+    store.away = True
+    await janitor(store, [adapter(2, b"two")], {2: b"two"})._put_back()
+    assert "not looked after" in caplog.text
