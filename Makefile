@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test lint unit integration chaos bench clean
+.PHONY: help setup demo test lint unit integration chaos sim bench clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
+	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
 	@echo "make bench  ratios against raw libraries, side by side"
 	@echo "make clean  remove the virtual environment and caches"
 
@@ -44,6 +45,11 @@ integration: $(READY)
 
 chaos: $(READY)
 	$(BIN)/python -m pytest tests/chaos
+
+SCHEDULES ?= 100000
+
+sim: $(READY)
+	$(BIN)/python -m tests.chaos.simulation --schedules $(SCHEDULES)
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run
