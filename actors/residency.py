@@ -43,3 +43,14 @@ def offered(head: Head, versions: Mapping[int, VersionRecord]) -> AdapterRef | N
         and record.epoch == head.epoch
     ]
     return max(ahead, key=lambda record: record.adapter.version).adapter if ahead else None
+
+
+def still_counts(head: Head, version: int, adapter: str | None) -> bool:
+    """Whether a group that runs under `version`, served by `adapter`, can still be trained on.
+
+    Not when the version is too old, and not when the run went back behind it: its adapter is not live any more then,
+    even if a version of that number is made again, with other bytes and hence another name.
+    """
+    if adapter is not None and adapter not in {ref.name for ref in head.live}:
+        return False
+    return version >= head.head - head.max_staleness

@@ -20,6 +20,7 @@ import numpy as np
 
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
 from actors.generation import Generator
+from actors.residency import still_counts
 from actors.workload import Workload, Workloads
 from broker import faults, names
 from broker.bus import HEARTBEATS, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
@@ -152,7 +153,7 @@ class Actor:
     # ------------------------------------------------------------------------------------------------------ leasing
 
     def _on_head(self, run: str) -> None:
-        """A run moved on: cancel groups whose version is too old to be trained on."""
+        """A run moved on: cancel groups whose version is too old to be trained on, or was lost and made anew."""
         self._changed.set()
         self._news.set()
         head = self._heads.heads.get(run)
@@ -160,7 +161,7 @@ class Actor:
             if lease.task.run != run or lease.stale or lease.work is None:
                 continue
             gone = head is None or head.incarnation != lease.task.incarnation
-            if gone or (head is not None and lease.version < head.head - head.max_staleness):
+            if gone or (head is not None and not still_counts(head, lease.version, lease.adapter)):
                 lease.stale = True
                 lease.work.cancel()
 
@@ -287,7 +288,8 @@ class Actor:
         deadline = self._clock() + NEWS_SECONDS
         while True:
             head = self._heads.heads.get(lease.task.run)
-            if head is None or head.active >= lease.task.active or self._clock() > deadline:
+            # A version beyond the head was lost since the task was issued: there is no news to wait for.
+            if head is None or head.active >= min(lease.task.active, head.head) or self._clock() > deadline:
                 break
             self._news.clear()
             with contextlib.suppress(TimeoutError):
@@ -295,6 +297,8 @@ class Actor:
                     await self._news.wait()
         if head is None:
             raise StoreError(f"run {lease.task.run} is gone")
+        if head.active < head.first:
+            raise StoreError(f"the version that run {lease.task.run} begins with, {head.first}, is not active yet")
         lease.version = head.active
         lease.adapter = next((ref.name for ref in head.live if ref.version == head.active), None)
         if head.active > 0 and lease.adapter is None:

@@ -56,6 +56,15 @@ class Fenced(RunConflict):
     """This learner was displaced: the run's epoch has moved on, so nothing it does counts any more."""
 
 
+class BrokerLost(Fenced):
+    """The broker no longer has the run's record, and nobody deleted the run: the broker's data are gone.
+
+    Not the end of the run: a learner that starts now goes on from the copies in the store.
+    """
+
+    exit_code = 9
+
+
 class RunFailed(FarflungError):
     """The run cannot go on: group after group failed, or nothing is left to train on."""
 

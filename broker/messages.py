@@ -296,6 +296,11 @@ class Head(Message, frozen=True, kw_only=True, tag="head"):
     max_staleness: Count
     state: RunState
     detail: str = ""
+    first: Count = 0
+    """The version the run began with: 0, the base model, or 1 when it was branched from another run's version. None
+    before it is ever sampled from, so nothing is issued while `active` is below it."""
+    origin: str = ""
+    """What the run was branched from, as `run@version`; empty when it began on the base model."""
     adapter: AdapterRef | None = None
     """The adapter of `head`; None while head is the base model."""
     live: list[AdapterRef] = []

@@ -92,6 +92,11 @@ def run_prefix(run: str, incarnation: str) -> str:
     return f"runs/{run}/{incarnation}"
 
 
+def history_prefix(run: str) -> str:
+    """Where the store keeps copies of a run's head record, over all its incarnations."""
+    return f"runs/{run}/history"
+
+
 def group_prefix(run: str, incarnation: str, group: str) -> str:
     return f"{run_prefix(run, incarnation)}/groups/{group}"
 

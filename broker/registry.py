@@ -115,9 +115,10 @@ class Bucket:
         except nats.js.errors.NoKeysError:
             return []
 
-    async def last_sequence(self) -> int:
+    async def last_sequence(self) -> tuple[str, int]:
+        """Which bucket this is (one that was lost and made anew is another), and the sequence of its last write."""
         status = await self._kv.status()
-        return int(status.stream_info.state.last_seq)
+        return str(status.stream_info.created), int(status.stream_info.state.last_seq)
 
     async def watch(self) -> KeyValue.KeyWatcher:
         return await self._kv.watchall()
@@ -135,6 +136,10 @@ class Watch:
         self._on_change = on_change
         self.ready = asyncio.Event()
         self._seen = 0
+        self._made: str | None = None
+        """Which bucket is followed; None: none yet, or none any more."""
+        self._keys: set[str] = set()
+        """The keys that were told of and not taken back."""
         self._task = asyncio.create_task(self._follow(), name=f"watch-{bucket.name}")
 
     async def close(self) -> None:
@@ -144,7 +149,9 @@ class Watch:
         while True:
             watcher = None
             try:
-                before = await self._bucket.last_sequence()
+                made, before = await self._bucket.last_sequence()
+                if made != self._made:
+                    self._begin(made)
                 watcher = await self._bucket.watch()
                 await self._read(watcher, before)
             except (nats.errors.Error, TimeoutError, OSError) as error:
@@ -154,6 +161,19 @@ class Watch:
                 if watcher is not None:
                     with contextlib.suppress(nats.errors.Error, ValueError):
                         await watcher.stop()
+
+    def _begin(self, made: str) -> None:
+        """A bucket that was not there before: nothing of another one holds any more."""
+        self._made, self._seen = made, 0
+        for key in list(self._keys):
+            self._tell(key, None)
+
+    def _tell(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self._keys.discard(key)
+        else:
+            self._keys.add(key)
+        self._on_change(key, value)
 
     async def _read(self, watcher: KeyValue.KeyWatcher, before: int) -> None:
         """Follow `watcher` until it is found to be behind the bucket. `before`: the last sequence when it began."""
@@ -170,12 +190,12 @@ class Watch:
                 elif (entry.revision or 0) > self._seen:
                     self._seen = int(entry.revision or 0)
                     deleted = entry.operation in ("DEL", "PURGE") or not entry.value
-                    self._on_change(entry.key, None if deleted else entry.value)
+                    self._tell(entry.key, None if deleted else entry.value)
             if now() - checked > REREAD_SECONDS:
                 checked = now()
-                last = await self._bucket.last_sequence()
-                if last < self._seen:
-                    self._seen = 0  # the bucket was wiped and begins again
+                made, last = await self._bucket.last_sequence()
+                if made != self._made or last < self._seen:
+                    self._made = None  # the bucket was lost and begins again
                     return
                 if last > self._seen:
                     await asyncio.sleep(0.2)

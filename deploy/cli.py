@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from broker import faults
-from broker.errors import FarflungError
+from broker.errors import ConfigError, FarflungError
 from deploy import config as configuration
 from deploy.profile import Connection, find
 
@@ -22,8 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = """Exit codes: 0 done, 1 unexpected error, 2 configuration or usage, 3 NATS or S3 not reachable or refusing,
 4 an embedded server did not start, 5 the run is held by another learner or cannot be continued, 6 the run failed,
-7 the sampled policy was not the recorded one, or a replayed step differs, 8 the object store failed, 130 or 143
-stopped by a signal."""
+7 the sampled policy was not the recorded one, or a replayed step differs, 8 the object store failed, 9 the broker lost
+the run's record (start the learner again: it goes on from the store), 130 or 143 stopped by a signal."""
 
 
 def _version() -> str:
@@ -52,6 +52,19 @@ def connection_options(function: F) -> F:
     return function
 
 
+def branch_options(function: F) -> F:
+    """The options by which a new run begins with another run's version."""
+    function = click.option(
+        "--fresh-optimizer", is_flag=True, help="With --from: begin with a fresh optimizer, not the other run's."
+    )(function)
+    return click.option(
+        "--from",
+        "origin",
+        metavar="RUN[@VERSION]",
+        help="Begin the run with a version of another run on the same broker and store. Default version: the newest.",
+    )(function)
+
+
 def telemetry_options(function: F) -> F:
     """The options by which a component says where its traces go."""
     function = click.option("--otlp", default="", help="OTLP/HTTP endpoint for traces and metrics.")(function)
@@ -70,6 +83,16 @@ def _connection(options: dict[str, Any]) -> Connection:
         secret_key=options.pop("s3_secret_key"),
         profile=options.pop("profile"),
     )
+
+
+def _check_branch(options: dict[str, Any]) -> None:
+    """Refuse what --from cannot mean before anything starts. Raises ConfigError."""
+    from learner.branch import Origin
+
+    if options["origin"] is not None:
+        Origin.parse(options["origin"])
+    elif options["fresh_optimizer"]:
+        raise ConfigError("--fresh-optimizer says what not to take over with --from RUN@VERSION; name that too")
 
 
 def _serve(component: str, id: str, main: Callable[[], Coroutine[Any, Any, int]], options: dict[str, Any]) -> None:
@@ -97,6 +120,7 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object, as the last line.")
 @click.option("--nats", envvar="FARFLUNG_NATS", help="Use this NATS server, not an embedded one.")
 @click.option("--s3", envvar="FARFLUNG_S3", help="Use this S3 store, not an embedded one.")
+@branch_options
 @click.option("--threads-learner", type=int, help="CPU threads of the learner. Default: a fair share of the cores.")
 @click.option("--threads-actor", type=int, help="CPU threads of each actor. Default: a fair share of the cores.")
 def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> None:
@@ -105,11 +129,14 @@ def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> Non
     Ctrl-C stops it; the same command goes on where it stopped.
 
     Example:  farflung up examples/addition.toml
+
+    Example:  farflung up harder.toml --from addition@12
     """
     from deploy import running
     from deploy.supervisor import Up, UpOptions
 
     spec = configuration.load(config)
+    _check_branch(given)
     directory = directory or Path("runs") / spec.run.name
     options = UpOptions(config, directory.resolve(), **given)
     console = Console(stderr=as_json, highlight=False)
@@ -224,6 +251,7 @@ def actor(**options: Any) -> None:
 @cli.command()
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--restart", is_flag=True, help="Begin a new incarnation of the run.")
+@branch_options
 @click.option("--take-over", is_flag=True, help="Displace a learner that is present; it stops and says so.")
 @click.option("--threads", type=int, help="CPU threads. Default: all cores.")
 @click.option("--dir", "directory", type=click.Path(file_okay=False, path_type=Path), help="For steps.jsonl.")
@@ -239,10 +267,13 @@ def learner(config: Path, **options: Any) -> None:
     """Run the learner of a run: issues tasks, trains, commits, activates.
 
     Example:  farflung learner examples/addition.toml
+
+    Example:  farflung learner harder.toml --from addition@12
     """
     from deploy import components, running
 
     spec = configuration.load(config)
+    _check_branch(options)
     connection = _connection(options)
     id = running.node_id("learner")
     telemetry = {name: options.pop(name) for name in ("telemetry", "otlp")}

@@ -46,6 +46,8 @@ class LearnerOptions:
     threads: int | None
     restart: bool
     take_over: bool
+    origin: str | None
+    fresh_optimizer: bool
 
 
 async def router(connection: Connection, fleet: str | None, id: str) -> int:
@@ -120,6 +122,7 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
 
 async def learner(connection: Connection, spec: RunSpec, id: str, options: LearnerOptions) -> int:
     """Run a learner until its run is finished or stopped; prints its summary as JSON."""
+    from learner.branch import Origin
     from learner.service import Learner
 
     async with connected(connection, id) as (bus, registry, store):
@@ -136,6 +139,8 @@ async def learner(connection: Connection, spec: RunSpec, id: str, options: Learn
             threads=options.threads,
             restart=options.restart,
             take_over=options.take_over,
+            origin=Origin.parse(options.origin) if options.origin else None,
+            fresh_optimizer=options.fresh_optimizer,
         ).run()
     print(json.dumps(summary.to_json()), flush=True)
     return 0

@@ -33,6 +33,7 @@ from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
 from deploy.snapshot import Snapshot, snapshot_of
 from deploy.view import print_status
+from learner.history import history_of, newest_head, prefix_of
 from learner.ledger import Ledger
 from learner.summary import summary_of
 
@@ -180,17 +181,27 @@ async def replay(services: Services, run: str, model: str | None, as_json: bool)
 
 
 async def delete(services: Services, run: str) -> None:
-    """Stop the learner, then remove streams, records and objects."""
-    head = await _head(services, run)
+    """Stop the learner, then remove streams, records and objects.
+
+    A mark stays in the store, so that nothing of the run comes back: neither what a learner that was cut off writes
+    later, nor what a deletion that was cut short left.
+    """
+    history = await history_of(services.store, run)
+    if await services.registry.head(run) is None and (lost := await newest_head(services.store, run, history)):
+        head = lost  # the broker has lost it
+    else:
+        head = await _head(services, run)
     await services.registry.put_control(Control(run=run, wanted="delete"))
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.node == "learner" and node.run == run for node in await _present(services.registry)):
         if time.monotonic() > deadline:
             raise RunConflict(f"the learner {head.learner} of run {run} does not leave; stop it, then delete again")
         await asyncio.sleep(0.5)
+    mark = msgspec.structs.replace(head, epoch=max(history.epoch, head.epoch), detail="deleted")
+    kept = await services.store.put(prefix_of("deleted", mark), mark.encode())
     await services.bus.delete_stream(names.tasks_stream(run))
     await services.bus.delete_stream(names.groups_stream(run))
-    objects = await services.store.list(f"runs/{run}/")
+    objects = [entry for entry in await services.store.list(f"runs/{run}/") if entry[0] != kept.key]
     for start in range(0, len(objects), 64):
         await asyncio.gather(*(services.store.remove(key) for key, _ in objects[start : start + 64]))
     await services.registry.forget(run)

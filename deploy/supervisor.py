@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.live import Live
 
 from broker.bus import Bus
 from broker.chat import ChatTokenizer, prompt_ids
-from broker.errors import ConfigError, FarflungError
+from broker.errors import ConfigError, FarflungError, ServerError
 from broker.locks import file_lock
 from broker.messages import GenerateReply, GenerateRequest, decode_one_of, pack_ids, unpack_ids
 from broker.models import ModelFiles, resolve
@@ -36,6 +37,7 @@ from deploy.profile import Connection, Profile
 from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
 from deploy.snapshot import Snapshot, snapshot_of
+from learner.branch import Origin
 from learner.readings import STEP_LOG
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class UpOptions:
     nats: str | None
     s3: str | None
     restart: bool
+    origin: str | None
+    fresh_optimizer: bool
     threads_learner: int | None
     threads_actor: int | None
 
@@ -71,6 +75,12 @@ class Up:
         self._rewards: list[float] = []
         self._read_to = 0
         self._said_details: dict[str, str] = {}
+        self._once = [
+            *(["--restart"] if options.restart else []),
+            *([f"--from={options.origin}"] if options.origin else []),
+            *(["--fresh-optimizer"] if options.fresh_optimizer else []),
+        ]
+        """What the learner is told at its first start only."""
 
     async def run(self) -> dict[str, Any]:
         """Bring everything up, watch until the run ends, and return its summary.
@@ -80,7 +90,7 @@ class Up:
         directory = self._options.directory
         directory.mkdir(parents=True, exist_ok=True)
         busy = f"another `farflung up` is running in {directory}; stop it, or choose another --dir"
-        with file_lock(directory / "lock", wait=False, busy=busy):
+        with file_lock(directory / "lock", wait=False, busy=busy), self._hold_servers(directory):
             files = await asyncio.to_thread(resolve, self._spec.run.model, self._say)
             try:
                 connection = self._start_servers(directory)
@@ -90,7 +100,8 @@ class Up:
 
                     name = self._spec.run.name
                     found = await registry.head(name)
-                    if found is not None and not self._options.restart and finished(found[0], self._spec):
+                    goes_on = not self._options.restart and self._options.origin is None
+                    if found is not None and goes_on and finished(found[0], self._spec):
                         self._say(f"run {name} is finished; --restart begins it anew")
                         summary = (await summary_of(registry, store, name)).to_json()
                         self._show_figures(summary)
@@ -114,6 +125,30 @@ class Up:
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    @contextmanager
+    def _hold_servers(self, directory: Path) -> Iterator[None]:
+        """Keep the embedded servers' data to ourselves. Raises RunConflict when another `farflung up` uses them.
+
+        A run that is branched from one beside it uses that run's servers, from then on: they hold its first version.
+        """
+        servers = directory / "servers"
+        origin = self._options.origin
+        if self._options.nats is not None and self._options.s3 is not None:
+            yield
+            return
+        if origin is not None and not servers.is_symlink() and not servers.exists():
+            beside = directory.parent / Origin.parse(origin).run / "servers"
+            if beside.is_dir():
+                servers.symlink_to(os.path.relpath(beside.resolve(), directory))
+        if servers.is_symlink() and not servers.exists():
+            raise ServerError(f"{servers} leads to {servers.readlink()}, the servers of another run, which are gone")
+        busy = (
+            f"the servers in {servers.resolve()} are in use by another `farflung up`; stop that one, or name them with "
+            f"--nats and --s3 as its profile.toml has them"
+        )
+        with file_lock(servers / "lock", wait=False, busy=busy):
+            yield
 
     def _start_servers(self, directory: Path) -> Connection:
         servers = directory / "servers"
@@ -146,7 +181,7 @@ class Up:
             "learner",
             [
                 "learner", str(options.config), *common, "--dir", str(directory), "--threads", str(threads_learner),
-                *(["--restart"] if options.restart else []),
+                *self._once,
             ],
             directory / "logs" / "learner.log",
             environment=thread_environment(threads_learner),
@@ -197,7 +232,8 @@ class Up:
                     snapshot = self._snapshot(heads, roster)
                     show(snapshot)
                     if snapshot and (before is None or snapshot.head.incarnation != before[0].incarnation):
-                        learner.forget("--restart")  # it has begun anew: should it crash, it is to go on
+                        for option in self._once:
+                            learner.forget(option)  # it has begun: should it crash, it is to go on
                     code = self._tend(learner)
                     if code is not None:
                         show(self._snapshot(heads, roster))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, RunConflict
 from broker.messages import Head, Node
 from broker.runspec import RunSpec
 
@@ -27,4 +28,20 @@ def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) 
                 f"fleet {spec.fleet_name}: replica {node.id} holds {node.slots} adapters, but {parts} = {total} are "
                 f"needed (max_staleness + 2 + eval_slots per run). Start replicas with --adapter-slots {total}, or "
                 "lower algorithm.max_staleness"
+            )
+
+
+def check_same_policy(old: Head, plain: dict[str, Any], fingerprint: str, *, remedy: str) -> None:
+    """Refuse other weights than those of `old`: base model and adapter shape are fixed for an incarnation's life."""
+    if old.model != fingerprint:
+        raise RunConflict(
+            f"run {old.run} was created on the base model {old.model}, this machine's copy is {fingerprint}; use the "
+            f"same files, {remedy}"
+        )
+    for section, key in (("lora", "rank"), ("lora", "alpha"), ("lora", "targets")):
+        was, now = old.spec.get(section, {}).get(key), plain[section][key]
+        if was != now:
+            raise RunConflict(
+                f"run {old.run} was created with {section}.{key} = {was!r}, the configuration now says {now!r}; "
+                f"restore it, {remedy}"
             )

@@ -39,7 +39,8 @@ class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     version: int
     """The newest published version."""
     weights: BlobRef
-    optimizer: BlobRef
+    optimizer: BlobRef | None
+    """None: a run that was branched without its origin's optimizer begins with a fresh one."""
     ledger: dict[str, Any]
     rewards: list[float]
     """Mean reward of each step so far."""

@@ -1,15 +1,18 @@
 """Taking hold of a run: a new one, the next epoch of an old one, or a clear refusal.
 
 One learner owns a run. It begins by compare-and-set of `epoch + 1` on the head record; from then on every
-compare-and-set of its predecessor fails.
+compare-and-set of its predecessor fails. Where the broker has lost the record, or fallen behind, the store's newest
+copy takes its place: the run goes on, it does not begin anew under the same name.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,14 @@ import msgspec
 
 from broker.errors import RegistryConflict, RunConflict
 from broker.messages import Head, Node
-from broker.registry import Registry
+from broker.registry import PRESENCE_SECONDS, Registry
 from broker.runspec import RunSpec
+from broker.store import Store
+from learner.admission import check_same_policy
+from learner.branch import Branch
+from learner.history import history_of, newest_head
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,8 @@ class Claim:
     head: Head
     revision: int
     created: bool
+    rebuilt: bool = False
+    """The broker had lost the record: it was made again from the store's newest copy."""
 
 
 def finished(head: Head, spec: RunSpec) -> bool:
@@ -42,38 +53,63 @@ def _target_unchanged(head: Head, spec: RunSpec) -> bool:
 
 async def claim(
     registry: Registry,
+    store: Store,
     spec: RunSpec,
     *,
     node: str,
     fingerprint: str,
     code: dict[str, str],
-    nodes: Sequence[Node],
+    nodes: Callable[[], Sequence[Node]],
     restart: bool,
     take_over: bool,
+    branch: Branch | None = None,
+    presence: float = PRESENCE_SECONDS,
 ) -> Claim:
-    """Own the run of `spec`. `nodes` are those present now.
+    """Own the run of `spec`. `nodes` tells who is present; everybody who is says so again within `presence` seconds.
 
     Raises RunConflict when a learner holds the run and `take_over` is off, when the recorded run cannot go on under
-    this configuration, or when somebody else claims it at the same moment.
+    this configuration, when it exists and was to be branched anew, or when somebody else claims it at the same
+    moment; StoreError when the broker has lost the record and the store cannot make up for it.
     """
-    found = await registry.head(spec.run.name)
+    run = spec.run.name
+    found = await registry.head(run)
+    history = await history_of(store, run)
+    old, revision = found or (None, 0)
+    epoch = max(history.epoch, old.epoch if old else 0) + 1
+    if old is not None and old.epoch <= history.deleted:
+        log.warning("run %s was being deleted when that was cut short; it begins anew", run)
+        old = None
+    rebuilt = False
+    if (old is None or history.ahead_of(old)) and not restart:
+        remembered = await newest_head(store, run, history)
+        rebuilt = remembered is not None
+        old = remembered or old
     plain: dict[str, Any] = msgspec.to_builtins(spec)
-    if found is None:
-        return await _written(registry, _new_head(spec, node, plain, code, fingerprint, epoch=1), 0, created=True)
-    old, revision = found
-    holder = next((other for other in nodes if other.id == old.learner and not _died_here(other)), None)
-    if holder is not None and not take_over:
-        raise RunConflict(
-            f"run {spec.run.name} is held by the learner {holder.id} on {holder.host} (pid {holder.pid}); "
-            "stop it, wait until it is gone, or displace it with --take-over"
-        )
-    if restart:
-        head = _new_head(spec, node, plain, code, fingerprint, epoch=old.epoch + 1)
+    if old is not None:
+        holder = _holder(old, nodes())
+        if holder is None and rebuilt and old.learner:
+            # Presence was lost with the record; a learner that is still there is about to say so again.
+            await asyncio.sleep(presence)
+            holder = _holder(old, nodes())
+        if holder is not None and not take_over:
+            raise RunConflict(
+                f"run {run} is held by the learner {holder.id} on {holder.host} (pid {holder.pid}); "
+                "stop it, wait until it is gone, or displace it with --take-over"
+            )
+    if old is None or restart:
+        head = _new_head(spec, node, plain, code, fingerprint, epoch=epoch)
+        if branch is not None:
+            head = await branch.begin(store, head)
         return await _written(registry, head, revision, created=True)
-    _check_same_run(old, plain, fingerprint)
+    if branch is not None:
+        raise RunConflict(
+            f"run {run} exists already (at step {old.step}) and cannot be branched into: leave out --from to go on "
+            "with it, choose another run.name, or begin it anew with --restart"
+        )
+    check_same_policy(old, plain, fingerprint, remedy="choose another run.name, or begin anew with --restart")
     head = replace_head(
         old,
-        epoch=old.epoch + 1,
+        epoch=epoch,
         learner=node,
         state="running",
         detail="",
@@ -81,12 +117,16 @@ async def claim(
         code=code,
         max_staleness=spec.algorithm.max_staleness,
     )
-    return await _written(registry, head, revision, created=False)
+    return await _written(registry, head, revision, created=False, rebuilt=rebuilt)
 
 
-async def _written(registry: Registry, head: Head, revision: int, *, created: bool) -> Claim:
+def _holder(head: Head, nodes: Sequence[Node]) -> Node | None:
+    return next((other for other in nodes if other.id == head.learner and not _died_here(other)), None)
+
+
+async def _written(registry: Registry, head: Head, revision: int, *, created: bool, rebuilt: bool = False) -> Claim:
     try:
-        return Claim(head, await registry.set_head(head, revision), created=created)
+        return Claim(head, await registry.set_head(head, revision), created, rebuilt)
     except RegistryConflict as error:
         raise RunConflict(
             f"another learner claimed run {head.run} at the same moment; it goes on there, and this one is not needed"
@@ -116,22 +156,6 @@ def _new_head(
         code=code,
         model=fingerprint,
     )
-
-
-def _check_same_run(old: Head, plain: dict[str, Any], fingerprint: str) -> None:
-    """Refuse to go on with other weights: base model and adapter shape are fixed for an incarnation's life."""
-    if old.model != fingerprint:
-        raise RunConflict(
-            f"run {old.run} was created on the base model {old.model}, this machine's copy is {fingerprint}; use the "
-            "same files, choose another run.name, or begin anew with --restart"
-        )
-    for section, key in (("lora", "rank"), ("lora", "alpha"), ("lora", "targets")):
-        was, now = old.spec.get(section, {}).get(key), plain[section][key]
-        if was != now:
-            raise RunConflict(
-                f"run {old.run} was created with {section}.{key} = {was!r}, the configuration now says {now!r}; "
-                "restore it, choose another run.name, or begin anew with --restart"
-            )
 
 
 def _died_here(node: Node) -> bool:

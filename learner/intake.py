@@ -137,8 +137,11 @@ class Intake:
     def _known(self, ready: GroupReady) -> bool:
         """Whether the adapter that served a group is this run's version of that number.
 
-        After newer commits were lost, groups of versions that are no more may still arrive.
+        After newer commits were lost, groups of versions that are no more may still arrive; and the base model never
+        samples for a run that was branched.
         """
+        if ready.version < self._session.head.first:
+            return False
         ref = self._session.adapters.get(ready.version)
         return ready.adapter == (ref.name if ref is not None else None) and (ready.version == 0) == (ref is None)
 

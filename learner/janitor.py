@@ -21,7 +21,15 @@ from broker.store import Store, reference
 from learner.ledger import Ledger, Outcome
 from learner.lineage import lineage
 from learner.session import Session
-from learner.sweep import contested, groups_prefix, losers, place_of, removable_groups, removable_versions
+from learner.sweep import (
+    contested,
+    groups_prefix,
+    losers,
+    place_of,
+    removable_copies,
+    removable_groups,
+    removable_versions,
+)
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +174,7 @@ class Janitor:
             groups = await self._store.list(groups_prefix(head.run, head.incarnation))
             versions = await self._store.list(f"{prefix}/adapters/")
             checkpoints = await self._store.list(f"{prefix}/checkpoints/")
+            copies = await self._store.list(f"{names.history_prefix(head.run)}/")
             now = max((written for _, written in [*groups, *versions, *checkpoints]), default=0.0)
             kept = {ref.key for ref in head.live} | {ref.key for ref in (head.adapter, head.checkpoint) if ref}
             doomed = removable_groups(
@@ -184,6 +193,14 @@ class Janitor:
                     now=now,
                     grace_hours=storage.grace_hours,
                 )
+            doomed += removable_copies(
+                copies,
+                incarnation=head.incarnation,
+                newest=head.step,
+                keep=storage.keep_versions,
+                now=now,
+                grace_hours=storage.grace_hours,
+            )
             places = contested([*groups, *versions, *checkpoints], now=now, grace_hours=storage.grace_hours)
             doomed += losers(places, await self._named(head.checkpoint, places))
             for key in dict.fromkeys(doomed):
@@ -203,7 +220,7 @@ class Janitor:
         with contextlib.suppress(ObjectMissing):  # older commits were swept
             async for ref, checkpoint in lineage(self._store, newest):
                 blobs = [ref, checkpoint.weights, checkpoint.optimizer, *(group.blob for group in checkpoint.trained)]
-                named |= {place_of(blob.key): blob.key for blob in blobs if place_of(blob.key) in wanted}
+                named |= {place_of(blob.key): blob.key for blob in blobs if blob and place_of(blob.key) in wanted}
                 if named.keys() == wanted:
                     break
         return named

@@ -81,6 +81,10 @@ class Maker(Protocol):
         """The next step starts from here."""
         ...
 
+    def begin_from(self, adapter: bytes, optimizer: bytes | None) -> None:
+        """The first step starts from here, not from a fresh policy; `optimizer` None: but with a fresh optimizer."""
+        ...
+
     def arithmetic(self) -> Arithmetic: ...
 
 
@@ -92,6 +96,7 @@ class Retrainer:
         self._model_name = model_name
         self._policy: Policy
         self._made_for: object = None
+        self._start: tuple[bytes, bytes | None] | None = None
 
     def make(self, groups: Sequence[Group], checkpoint: Checkpoint) -> StepMade:
         spec = msgspec.convert(checkpoint.spec, RunSpec)
@@ -104,11 +109,19 @@ class Retrainer:
             self._made_for = settings
             if state is not None:
                 self.go_on_from(state)
+            elif self._start is not None:
+                adapter, optimizer = self._start
+                self._policy.load_adapter_bytes(adapter)
+                if optimizer is not None:
+                    self._policy.load_optimizer_bytes(optimizer)
         train(self._policy, groups, spec)
         return self._state()
 
     def _state(self) -> StepMade:
         return StepMade(self._policy.adapter_bytes(), self._policy.optimizer_bytes())
+
+    def begin_from(self, adapter: bytes, optimizer: bytes | None) -> None:
+        self._start = (adapter, optimizer)
 
     def go_on_from(self, made: StepMade) -> None:
         self._policy.load_adapter_bytes(made.adapter)
@@ -119,7 +132,7 @@ class Retrainer:
 
 
 async def recorded_steps(store: Store, head: Head) -> list[Checkpoint]:
-    """Every commit of a run's present incarnation, oldest first.
+    """Every commit of a run's present incarnation, oldest first; a branched run's first is its step 0, its start.
 
     Raises ConfigError before the first step, ObjectMissing when a commit was swept, and ReplayMismatch when a group
     was trained on twice or a step is missing.
@@ -134,7 +147,7 @@ async def recorded_steps(store: Store, head: Head) -> list[Checkpoint]:
             f"run {head.run} cannot be replayed: of its commits {oldest} is gone ({error}). Only a run whose commits "
             "and trained groups are all kept can be (storage.keep_versions = 0, and within keep_groups_hours)"
         ) from error
-    if not found:
+    if not any(checkpoint.step for checkpoint in found):
         raise ConfigError(f"run {head.run} has made no step yet, so there is nothing to replay")
     if problem := history_problem(found):
         raise ReplayMismatch(f"run {head.run}: {problem}")
@@ -143,9 +156,9 @@ async def recorded_steps(store: Store, head: Head) -> list[Checkpoint]:
 
 def history_problem(steps: Sequence[Checkpoint]) -> str | None:
     """What is wrong with a history: a step that is missing, a group that was trained on twice. Pure."""
-    numbers = [checkpoint.step for checkpoint in steps]
-    if numbers != list(range(1, len(steps) + 1)):
-        return f"its commits are the steps {numbers}, not 1 to {len(steps)}"
+    numbers = [checkpoint.step for checkpoint in steps if checkpoint.step]
+    if numbers != list(range(1, len(numbers) + 1)):
+        return f"its commits are the steps {numbers}, not 1 to {len(numbers)}"
     seen: dict[str, int] = {}
     for checkpoint in steps:
         for group in checkpoint.trained:
@@ -176,8 +189,12 @@ async def replay(
             "name the run's own with --model"
         )
     steps = await recorded_steps(store, head)
+    start = steps.pop(0) if steps[0].step == 0 else None
     name = str(adapter_config(await _get(store, head, steps[0].weights))["base_model_name_or_path"])
     maker = maker or Retrainer(model.directory, name)
+    if start is not None:
+        optimizer = await _get(store, head, start.optimizer) if start.optimizer is not None else None
+        maker.begin_from(await _get(store, head, start.weights), optimizer)
     replayed = []
     with ThreadPoolExecutor(1, thread_name_prefix="train") as compute:
         loop = asyncio.get_running_loop()
@@ -185,8 +202,8 @@ async def replay(
             groups = await asyncio.gather(*(_group(store, head, group) for group in checkpoint.trained))
             made = await loop.run_in_executor(compute, maker.make, groups, checkpoint)
             difference = ""
-            refs = checkpoint.weights, checkpoint.optimizer
-            if (_sha256(made.adapter), _sha256(made.optimizer)) != tuple(ref.sha256 for ref in refs):
+            refs = [ref for ref in (checkpoint.weights, checkpoint.optimizer) if ref is not None]
+            if [_sha256(made.adapter), _sha256(made.optimizer)] != [ref.sha256 for ref in refs]:
                 committed = StepMade(*[await _get(store, head, ref) for ref in refs])
                 here = await loop.run_in_executor(compute, maker.arithmetic)
                 difference = differences(made, committed, here, checkpoint.arithmetic)

@@ -24,7 +24,15 @@ from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_c
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
 from broker.ending import end
-from broker.errors import Fenced, ObjectMissing, RegistryConflict, RunFailed
+from broker.errors import (
+    BrokerLost,
+    Fenced,
+    MalformedMessage,
+    ObjectCorrupt,
+    ObjectMissing,
+    RegistryConflict,
+    RunFailed,
+)
 from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
@@ -33,6 +41,7 @@ from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_slots
 from learner.batch import BatchFigures, figures_of, outcomes_of
+from learner.branch import Origin, fetch_branch
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
@@ -80,6 +89,8 @@ class Learner:
         threads: int | None = None,
         restart: bool = False,
         take_over: bool = False,
+        origin: Origin | None = None,
+        fresh_optimizer: bool = False,
         clock: Callable[[], float] = time.monotonic,
         policy: Callable[[], Policy] | None = None,
     ) -> None:
@@ -94,6 +105,8 @@ class Learner:
         self._threads = threads
         self._restart = restart
         self._take_over = take_over
+        self._origin = origin
+        self._fresh_optimizer = fresh_optimizer
         self._clock = clock
         self._make_policy = policy or self._load_policy
         algorithm = spec.algorithm
@@ -136,7 +149,8 @@ class Learner:
             await self._roster.ready.wait()
             await self._heads.ready.wait()
             found = await self._registry.head(self.spec.run.name)
-            if found is not None and not self._restart and finished(found[0], self.spec):
+            goes_on = not self._restart and self._origin is None
+            if found is not None and goes_on and finished(found[0], self.spec):
                 return await summary_of(self._registry, self._store, found[0].run)
             await self._prepare(await self._claim())
             try:
@@ -173,15 +187,27 @@ class Learner:
             )
         code = {name: source_hash(name, self._roots) for name in environment.user_code}
         check_slots(self.spec, self._heads.heads.values(), self._roster.present("replica", self.spec.fleet_name))
+        branch = None
+        if self._origin is not None:
+            branch = await fetch_branch(
+                self._registry,
+                self._store,
+                self._origin,
+                self.spec,
+                fingerprint=self._model.fingerprint,
+                fresh_optimizer=self._fresh_optimizer,
+            )
         return await claim(
             self._registry,
+            self._store,
             self.spec,
             node=self.id,
             fingerprint=self._model.fingerprint,
             code=code,
-            nodes=self._roster.present(),
+            nodes=self._roster.present,
             restart=self._restart,
             take_over=self._take_over,
+            branch=branch,
         )
 
     async def _prepare(self, claimed: Claim) -> None:
@@ -192,6 +218,7 @@ class Learner:
         self._detail = "loading the model"
         announcing = asyncio.create_task(self._announce_starting())
         try:
+            await self._session.remember_claim()
             await self._bus.ensure_stream(dead_config())
             control = self._heads.controls.get(run)
             if control is not None and control.wanted in ("stop", "delete"):
@@ -274,27 +301,26 @@ class Learner:
 
     async def _restore(self) -> None:
         """Go on from the newest intact commit."""
-        found = await self._session.newest_intact()
-        if found is None:
+        intact = await self._session.newest_intact()
+        if intact is None:
             return
-        checkpoint, ref, weights, optimizer = found
-        if checkpoint.step != self._session.head.step:
-            await self._session.go_back_to(checkpoint, ref)
-        await self._session.complete_commit(checkpoint, ref)
+        await self._session.resume_from(intact)
+        checkpoint, weights, optimizer = intact.checkpoint, intact.weights, intact.optimizer
         head = self._session.head
         if head.adapter is not None and head.adapter.blob == checkpoint.weights:
             self._verifier.remember(head.head, weights, self._session.adapters)
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
-        await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
+        if optimizer is not None:
+            await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)
         self._rewards = list(checkpoint.rewards)
         self._earlier_seconds = checkpoint.seconds
-        await self._complete_log(ref, checkpoint.step)
+        await self._complete_log(self._session.head.checkpoint, checkpoint.step)
 
-    async def _complete_log(self, newest: BlobRef, step: int) -> None:
+    async def _complete_log(self, newest: BlobRef | None, step: int) -> None:
         """Log what an earlier learner committed and did not live to log, as far back as commits are kept."""
         logged, missing = self._steps.keep_until(step), list[Mapping[str, float]]()
-        with contextlib.suppress(ObjectMissing):
+        with contextlib.suppress(ObjectMissing, ObjectCorrupt, MalformedMessage):
             async for _, checkpoint in lineage(self._store, newest):
                 if checkpoint.step <= logged:
                     break
@@ -336,6 +362,11 @@ class Learner:
         """A consumer that is gone, or a lost compare-and-set, mean another epoch: say that."""
         if isinstance(error, ConsumerGone | RegistryConflict) and (why := await self._session.fenced()):
             raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
+        if isinstance(error, ConsumerGone):
+            raise BrokerLost(
+                f"{error}, and no other learner is the cause: the broker has lost it. Start the learner again: it goes "
+                "on from the last commit"
+            ) from error
         if error is not None:
             raise error
 
@@ -357,8 +388,13 @@ class Learner:
                 await self._feeder.issue_next(self._session.head.active)
 
     def _credit(self) -> int:
-        """Groups that may be issued now: by the window, and by what the remaining steps can use."""
+        """Groups that may be issued now: by the window, and by what the remaining steps can use.
+
+        None before the version that the run begins with is served: no other may sample for it.
+        """
         head = self._session.head
+        if head.active < head.first:
+            return 0
         window = self._rule.credit(head=head.head, active=head.active, open_groups=self._ledger.open_groups)
         left = (self.spec.run.steps - head.step) * self._rule.groups_per_step - self._ledger.open_groups
         return min(window, left)
@@ -616,7 +652,7 @@ class Learner:
         }
 
     def _troubles(self) -> tuple[str, ...]:
-        return self._session.trouble, self._feeder.trouble, self._activator.trouble
+        return self._session.notice, self._session.trouble, self._feeder.trouble, self._activator.trouble
 
     def _trouble(self) -> str:
         """What a person should know, empty when all is well."""

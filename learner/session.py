@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
+
+import msgspec
 
 from broker import faults, names
 from broker.clock import now
-from broker.errors import Fenced, MalformedMessage, ObjectCorrupt, ObjectMissing, RegistryConflict, StoreError
-from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
+from broker.errors import (
+    BrokerLost,
+    Fenced,
+    RegistryConflict,
+    StoreError,
+)
+from broker.messages import AdapterRef, BlobRef, Head, VersionRecord
 from broker.registry import Registry
 from broker.store import Store
 from learner.activation import live_versions
 from learner.checkpoint import Checkpoint
 from learner.claim import Claim, replace_head
+from learner.history import Kind, history_of, prefix_of, read_ancestry
+from learner.recovery import Intact, counts, newest_intact
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +37,11 @@ BROKER_PATIENCE = 3600.0
 
 STORE_PATIENCE = 300.0
 """Seconds for which a commit waits for a store that is away or full, before the learner gives up and says so."""
+
+REBUILT = (
+    "the broker had lost this run; its record was made again from the store, and groups that were in flight are issued "
+    "again"
+)
 
 
 class Session:
@@ -38,11 +52,16 @@ class Session:
         self._store = store
         self._head = claim.head
         self._revision = claim.revision
+        self._rebuilt = claim.rebuilt
+        self._claimed: Head | None = None
+        """The head as claimed, while the store has no copy of it."""
         self._lock = asyncio.Lock()
         self.adapters: dict[int, AdapterRef] = {ref.version: ref for ref in claim.head.live}
         """Published versions by number, as far as anything still needs them."""
         self.trouble = ""
         """What keeps a commit from being made, for people."""
+        self.notice = REBUILT if claim.rebuilt else ""
+        """What was lost, and where the run goes on; for people, until the first commit."""
 
     @property
     def head(self) -> Head:
@@ -58,28 +77,62 @@ class Session:
         Raises Fenced when the run has moved on to another epoch.
         """
         async with self._lock:
-            head = replace_head(self._head, **changes)
-            head = replace_head(head, live=self._live(head.head, head.active))
+            head = self._changed(**changes)
             try:
                 self._revision = await self._registry.set_head(head, self._revision, patience=BROKER_PATIENCE)
             except RegistryConflict as error:
-                found = await self._registry.head(self.run)
-                now = f"epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}" if found else "deleted"
+                why = await self.fenced() or f"the record of run {self.run} was written by somebody else"
                 raise Fenced(
-                    f"run {self.run} has moved on without this learner (epoch {self._head.epoch}): it is now {now}. "
-                    "Nothing of this learner's last step counts; its groups are with the other one"
+                    f"{why}; this learner's epoch, {self._head.epoch}, is over. Nothing of its last step counts; its "
+                    "groups are with the other one"
                 ) from error
             self._head = head
             return head
 
+    def _changed(self, **changes: Any) -> Head:
+        head = replace_head(self._head, **changes)
+        return replace_head(head, live=self._live(head.head, head.active))
+
     async def fenced(self) -> str | None:
-        """Why this epoch is over, None while it is not."""
+        """Why this epoch is over, None while it is not.
+
+        Raises BrokerLost when the record is gone although nobody deleted the run.
+        """
         found = await self._registry.head(self.run)
         if found is None:
-            return f"run {self.run} was deleted"
-        if (found[0].incarnation, found[0].epoch) != (self._head.incarnation, self._head.epoch):
-            return f"run {self.run} is now in epoch {found[0].epoch}, held by {found[0].learner or 'nobody'}"
+            if await self._deleted():
+                return f"run {self.run} was deleted"
+            raise BrokerLost(
+                f"the broker has lost the record of run {self.run}. Start the learner again: it goes on from the last "
+                "commit, which is in the store"
+            )
+        head, ours = found[0], self._head
+        same_learner = head.learner in ("", ours.learner)  # nobody: we are just leaving
+        if (head.incarnation, head.epoch) != (ours.incarnation, ours.epoch) or not same_learner:
+            return f"run {self.run} is now in epoch {head.epoch}, held by {head.learner or 'nobody'}"
         return None
+
+    async def _deleted(self) -> bool:
+        """Whether somebody deleted the run; a store that cannot be asked knows of nothing."""
+        try:
+            return (await history_of(self._store, self.run)).deleted >= self._head.epoch
+        except StoreError as error:
+            log.warning("whether run %s was deleted cannot be read: %s", self.run, error)
+            return False
+
+    async def remember_claim(self) -> None:
+        """Leave a copy of the head record as claimed: from now on the store knows of this epoch.
+
+        A store that is away or full keeps no run from beginning; the copy is made with the first commit then.
+        """
+        try:
+            await self._store.put(prefix_of("claim", self._head), self._head.encode())
+        except StoreError as error:
+            log.warning("the store does not know yet that run %s was claimed: %s", self.run, error)
+            self._claimed = self._head
+
+    async def _remember(self, kind: Kind, head: Head) -> None:
+        await self._put(prefix_of(kind, head), head.encode())
 
     # ------------------------------------------------------------------------------------------------------ versions
 
@@ -137,17 +190,23 @@ class Session:
         summary: dict[str, float],
         trace: Mapping[str, str],
     ) -> None:
-        """Make a step count: one compare-and-set. Raises Fenced."""
+        """Make a step count: a copy of the head to be into the store, then one compare-and-set. Raises Fenced."""
         if adapter is not None:
             self.adapters[adapter.version] = adapter
+        changes: dict[str, Any] = {
+            "step": checkpoint.step,
+            "head": checkpoint.version,
+            "adapter": adapter or self._head.adapter,
+            "checkpoint": ref,
+            "summary": summary,
+        }
+        if self._claimed is not None:
+            await self._remember("claim", self._claimed)
+            self._claimed = None
+        await self._remember("commit", self._changed(**changes))
         faults.reached("learner.before_commit")
-        await self.write(
-            step=checkpoint.step,
-            head=checkpoint.version,
-            adapter=adapter or self._head.adapter,
-            checkpoint=ref,
-            summary=summary,
-        )
+        await self.write(**changes)
+        self.notice = ""
         faults.reached("learner.after_commit")
         if adapter is not None:
             record = self._record(adapter, checkpoint.step, "committed", ref, reward, dict(trace))
@@ -166,7 +225,9 @@ class Session:
             return
         trace = there.trace if there is not None and there.adapter == adapter else {}
         await self._put_version(
-            self._record(adapter, checkpoint.step, "committed", ref, checkpoint.rewards[-1], dict(trace))
+            self._record(
+                adapter, checkpoint.step, "committed", ref, next(reversed(checkpoint.rewards), None), dict(trace)
+            )
         )
 
     async def activate(self, version: int) -> None:
@@ -205,61 +266,75 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------------- resume
 
-    async def newest_intact(self) -> tuple[Checkpoint, BlobRef, bytes, bytes] | None:
-        """The newest commit whose every object is there: checkpoint, where it lies, weights, optimizer.
-
-        None for a fresh run.
+    async def newest_intact(self) -> Intact | None:
+        """The newest commit whose every object is there. None for a run that has none yet.
 
         Raises StoreError when there were commits and none is intact.
         """
-        candidates = await self._candidates()
-        lost = []
-        for ref in candidates:
-            try:
-                checkpoint = decode(await self._store.get(ref), Checkpoint)
-                weights = await self._store.get(checkpoint.weights)
-                optimizer = await self._store.get(checkpoint.optimizer)
-            except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:
-                lost.append(str(error))
-                continue
-            if lost:
-                log.error(
-                    "run %s resumes from step %d, version %d: newer commits are lost (%s)",
-                    self.run, checkpoint.step, checkpoint.version, "; ".join(lost),
-                )  # fmt: skip
-            return checkpoint, ref, weights, optimizer
-        if candidates:
-            raise StoreError(
-                f"run {self.run} cannot resume: none of its {len(candidates)} commits is intact in the store "
-                f"({lost[0]}). Restore the store, or begin anew with --restart"
-            )
-        return None
+        return await newest_intact(self._registry, self._store, self._head)
 
-    async def _candidates(self) -> Sequence[BlobRef]:
-        """Checkpoints from the newest to the oldest."""
-        if self._head.checkpoint is None:
-            return []
-        records = [
-            record
-            for record in await self._registry.versions(self.run)
-            if record.incarnation == self._head.incarnation and record.checkpoint is not None
-        ]
-        older = [record.checkpoint for record in reversed(records) if record.step < self._head.step]
-        return [self._head.checkpoint, *(ref for ref in older if ref is not None)]
+    async def resume_from(self, intact: Intact) -> None:
+        """Bring the records to `intact`, which need not be what they say now, and tell a person what was lost.
 
-    async def go_back_to(self, checkpoint: Checkpoint, ref: BlobRef) -> None:
-        """After newer commits were lost: the head is the older commit again. Raises Fenced."""
-        known = {
-            record.adapter.version: record.adapter
-            for record in await self._registry.versions(self.run)
-            if record.incarnation == self._head.incarnation and record.adapter.version <= checkpoint.version
+        The head is that commit's; of its live versions those remain whose adapter is there. The version records are
+        completed: a learner may have died between its last commit and the record of the version it published, and a
+        broker that was lost has none. Raises Fenced.
+        """
+        before, found = self._head, intact.head
+        self.adapters = {
+            ref.version: ref
+            for ref in found.live
+            if ref.version <= found.head and (ref == found.adapter or await self._store.exists(ref.blob))
         }
-        self.adapters = known
-        active = min(self._head.active, checkpoint.version)
-        await self.write(
-            step=checkpoint.step,
-            head=checkpoint.version,
-            active=active,
-            adapter=known.get(checkpoint.version),
-            checkpoint=ref,
-        )
+        active = min(before.active, found.head)
+        if active and active not in self.adapters:
+            active = found.head
+        if (active, intact.lost) != (before.active, ()) or self.adapters.keys() != {ref.version for ref in before.live}:
+            await self.write(
+                step=found.step,
+                head=found.head,
+                active=active,
+                adapter=found.adapter,
+                checkpoint=found.checkpoint,
+                summary=found.summary,
+            )
+        await self._mend_versions(intact)
+        self._tell(before, intact)
+
+    async def _mend_versions(self, intact: Intact) -> None:
+        """Records of lost versions say so; those of the versions up to the head say that they are committed."""
+        records = {record.adapter.version: record for record in await self._registry.versions(self.run)}
+        for version, record in records.items():
+            if version > self._head.head and counts(record, self._head):
+                detail = f"lost from the store; the run went back to version {self._head.head}"
+                await self._put_version(
+                    msgspec.structs.replace(
+                        record, epoch=self._head.epoch, state="failed", checkpoint=None, detail=detail
+                    )
+                )
+        if self._rebuilt:
+            await self._list_versions(intact)
+        if self._head.checkpoint is not None:
+            await self.complete_commit(intact.checkpoint, self._head.checkpoint)
+
+    async def _list_versions(self, intact: Intact) -> None:
+        """A broker that was lost has no version records: make them again from the store's copies of the head."""
+        history = await history_of(self._store, self.run)
+        copies = history.states(self._head.incarnation)
+        published: dict[int, Head] = {}
+        for state in await read_ancestry(self._store, copies, intact.head.epoch, intact.head.step):
+            published.setdefault(state.head, state)
+        for state in published.values():
+            if state.adapter is not None:
+                reward = state.summary.get("reward")
+                await self._put_version(self._record(state.adapter, state.step, "committed", state.checkpoint, reward))
+
+    def _tell(self, before: Head, intact: Intact) -> None:
+        """Say what was lost, on screen and in the log."""
+        parts = [self.notice] if self.notice else []
+        if intact.lost:
+            steps = before.step - intact.head.step
+            parts.append(f"the newest {steps} step(s) are lost from the store ({intact.lost[0]})")
+        if parts:
+            self.notice = "; ".join([*parts, f"it goes on from step {self._head.step}, version {self._head.head}"])
+            log.warning("run %s: %s", self.run, self.notice)

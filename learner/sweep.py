@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from broker import names
+from learner.history import read_key
 
 
 def removable_groups(
@@ -79,6 +80,25 @@ def losers(places: Mapping[str, Collection[str]], named: Mapping[str, str]) -> l
 def place_of(key: str) -> str:
     """A key without the sha256 it ends in."""
     return key.rpartition(".")[0]
+
+
+def removable_copies(
+    objects: Iterable[tuple[str, float]], *, incarnation: str, newest: int, keep: int, now: float, grace_hours: float
+) -> list[str]:
+    """Keys of commits' head copies whose checkpoints retention removes (`removable_versions` with the same numbers).
+
+    Claims stay: they are few, and their epochs are what the next one is counted from.
+    """
+    if keep <= 0:
+        return []
+    removable = []
+    for key, written in objects:
+        copy = read_key(key)
+        if copy is None or copy.kind != "commit" or copy.incarnation != incarnation:
+            continue
+        if copy.step <= newest - keep and now - written > grace_hours * 3600:
+            removable.append(key)
+    return removable
 
 
 def groups_prefix(run: str, incarnation: str) -> str:

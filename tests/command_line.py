@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ class Ended:
 class Command:
     """A command that runs."""
 
-    def __init__(self, arguments: list[str], *, home: Path, log: Path) -> None:
+    def __init__(self, arguments: list[str], *, home: Path, log: Path, wrapper: Sequence[str] = ()) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = psutil.Popen(
-                [sys.executable, "-m", "deploy.cli", *arguments],
+                [*wrapper, sys.executable, "-m", "deploy.cli", *arguments],
                 cwd=home,
                 env=environment(home),
                 stdin=subprocess.DEVNULL,
@@ -102,15 +102,18 @@ class Command:
 class Home:
     """A folder in which commands run, with the configuration and the cache that are usually the user's."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wrapper: Sequence[str] = ()) -> None:
         self.directory = directory
+        self._wrapper = wrapper
         self._started: list[Command] = []
         directory.mkdir(parents=True, exist_ok=True)
 
     def start(self, *arguments: object) -> Command:
         """Start `farflung` with `arguments`."""
         log = self.directory / f"command-{len(self._started)}"
-        command = Command([str(argument) for argument in arguments], home=self.directory, log=log)
+        command = Command(
+            [str(argument) for argument in arguments], home=self.directory, log=log, wrapper=self._wrapper
+        )
         self._started.append(command)
         return command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,32 @@ async def test_a_watch_hears_again_after_the_broker_was_killed(tmp_path: Path) -
         await heads.close()
         await bus.close()
         again.stop()
+
+
+async def test_a_watch_takes_back_what_a_lost_bucket_held(tmp_path: Path) -> None:
+    server = Server(nats_launch(tmp_path / "nats"), tmp_path / "log")
+    server.start()
+    bus = await Bus.connect(server.launch.url, "watching")
+    try:
+        registry = await Registry.open(bus)
+        heads = Heads(registry)
+        await registry.set_head(head("lost"), 0)
+        await registry.set_head(head("kept", step=1), 0)
+        await until(lambda: heads.heads.keys() == {"lost", "kept"})
+        server.kill()
+        shutil.rmtree(tmp_path / "nats" / "jetstream")
+        server.start()
+        newcomer = await Bus.connect(server.launch.url, "newcomer")
+        again = await Registry.open(newcomer)
+        revision = 0
+        for step in (2, 3, 4):  # as many writes as the watch has seen, and more: sequences alone tell nothing
+            revision = await again.set_head(head("kept", step=step), revision)
+        await until(lambda: heads.heads.keys() == {"kept"} and heads.heads["kept"].step == 4, within=30)
+        await heads.close()
+        await newcomer.close()
+    finally:
+        await bus.close()
+        server.stop()
 
 
 async def test_an_unreachable_server_is_named_within_the_time_given() -> None:

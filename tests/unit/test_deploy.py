@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from broker.errors import ConfigError, RunConflict, ServerError
 from broker.locks import file_lock
@@ -16,7 +18,9 @@ from deploy.cli import cli
 from deploy.processes import write_private
 from deploy.profile import Profile, find, read, write
 from deploy.servers import nats_launch, store_launch
+from deploy.supervisor import Up, UpOptions
 from deploy.view import duration, sparkline
+from tests.unit.test_learner_parts import spec
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,43 @@ def test_a_lock_tells_who_waits_in_vain(tmp_path: Path) -> None:
             file_lock(path, wait=False, busy="busy here"),
         ):
             raise AssertionError("unreachable")
+
+
+def up_in(directory: Path, origin: str | None) -> Up:
+    options = UpOptions(
+        directory / "x.toml", directory, nats=None, s3=None, restart=False, origin=origin, fresh_optimizer=False,
+        threads_learner=None, threads_actor=None,
+    )  # fmt: skip
+    return Up(spec(), options, Console())
+
+
+def test_a_branched_run_uses_the_servers_of_its_origin_and_not_while_the_origin_is_up(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "servers").mkdir(parents=True)
+    new.mkdir()
+    with (
+        up_in(old, None)._hold_servers(old),
+        pytest.raises(RunConflict, match="in use by another `farflung up`"),
+        up_in(new, "old@3")._hold_servers(new),
+    ):
+        raise AssertionError("unreachable")
+    for origin in ("old@3", None):  # from then on without being told
+        with up_in(new, origin)._hold_servers(new):
+            assert (new / "servers").resolve() == (old / "servers").resolve()
+    shutil.rmtree(old)
+    with pytest.raises(ServerError, match="which are gone"), up_in(new, None)._hold_servers(new):
+        raise AssertionError("unreachable")
+
+
+def test_a_fresh_optimizer_without_a_branch_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "x.toml"
+    config.write_text(
+        '[run]\nname = "r"\nmodel = "m"\n[tasks]\nsource = "t.jsonl"\n[environment]\nrewards = ["r.py:f"]\n'
+    )
+    for command in ("up", "learner"):
+        done = CliRunner().invoke(cli, [command, str(config), "--fresh-optimizer"])
+        assert isinstance(done.exception, ConfigError)
+        assert "--from RUN@VERSION" in str(done.exception)
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -97,8 +97,8 @@ class StubPuller:
 class StubSession:
     run = "r"
 
-    def __init__(self, version: int = 0) -> None:
-        self.head = head(head=version, active=version, live=[], epoch=1)
+    def __init__(self, version: int = 0, first: int = 0) -> None:
+        self.head = head(head=version, active=version, live=[], epoch=1, first=first)
         self.adapters: dict[int, AdapterRef] = {}
 
 
@@ -177,7 +177,7 @@ def failed(group: str, failure: str = "environment") -> GroupFailed:
 class Desk:
     """An intake with its surroundings."""
 
-    def __init__(self, *open_groups: str, version: int = 0) -> None:
+    def __init__(self, *open_groups: str, version: int = 0, first: int = 0) -> None:
         self.bus, self.store, self.ledger, self.buffer = StubBus(), StubStore(), Ledger(), Buffer()
         for group in open_groups:
             self.ledger.issue(group)
@@ -187,7 +187,7 @@ class Desk:
             self.bus,  # type: ignore[arg-type]
             self.store,  # type: ignore[arg-type]
             self.puller,  # type: ignore[arg-type]
-            StubSession(version),  # type: ignore[arg-type]
+            StubSession(version, first),  # type: ignore[arg-type]
             self.ledger,
             self.buffer,
             feeder(self.bus, self.ledger),
@@ -252,6 +252,16 @@ async def test_a_group_of_a_version_that_is_no_more_is_dropped() -> None:
     [delivery] = await desk.receive(ready("g", blob_of("g", 5), version=5))
     assert delivery.acked
     assert desk.ledger.closed["dropped"] == 1
+
+
+async def test_the_base_model_never_samples_for_a_branched_run() -> None:
+    for first, dropped in ((0, 0), (1, 1)):
+        desk = Desk("g", version=1, first=first)
+        data = blob_of("g")
+        desk.store.objects[ready("g", data).key] = data
+        await desk.receive(ready("g", data))
+        assert desk.ledger.closed["dropped"] == dropped
+        assert len(desk.buffer) == 1 - dropped
 
 
 async def test_another_answer_to_a_group_in_hand_is_acknowledged_and_counted_late() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.residency import offered, wanted
+from actors.residency import offered, still_counts, wanted
 from broker.errors import ConfigError
 from broker.messages import AdapterRef, GroupReady, Head, Node, VersionRecord
 from broker.runspec import RunSpec
@@ -121,6 +121,16 @@ def test_an_offer_of_a_zombie_or_of_another_incarnation_is_ignored() -> None:
     assert offered(head(), {6: record(6, incarnation="old")}) is None
     assert offered(head(), {6: record(6, state="committed")}) is None
     assert offered(head(), {5: record(5)}) is None
+
+
+def test_a_group_counts_while_its_version_is_trainable_and_is_still_the_same() -> None:
+    now = head(head=5, active=5, max_staleness=1)
+    assert still_counts(now, 4, ref(4).name)
+    assert not still_counts(now, 3, ref(3).name)
+    assert not still_counts(now, 5, "r-v000005-bbbbbbbb"), "a version 5 that was lost and made again"
+    assert not still_counts(now, 6, ref(6).name), "the run went back behind it"
+    assert still_counts(head(head=1, active=0, live=[]), 0, None)
+    assert not still_counts(now, 0, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- slots

@@ -76,11 +76,21 @@ class History:
         self.spec = spec
         self.policy = new_policy(spec, self.model.directory, model_name="named-elsewhere", threads=1)
         self.policy.load_adapter_bytes(self.store.objects[last.weights.key])
+        assert last.optimizer is not None
         self.policy.load_optimizer_bytes(self.store.objects[last.optimizer.key])
+
+    def start(self, start: Checkpoint) -> None:
+        """The run was branched: it begins with the state after step 0."""
+        self.checkpoints = []
+        self.commit(start)
+        self.policy = new_policy(self.spec, self.model.directory, model_name="named-elsewhere", threads=1)
+        self.policy.load_adapter_bytes(self.store.objects[start.weights.key])
+        if start.optimizer is not None:
+            self.policy.load_optimizer_bytes(self.store.objects[start.optimizer.key])
 
     def step(self, *groups: Group) -> None:
         train(self.policy, groups, self.spec)
-        number = len(self.checkpoints) + 1
+        number = self.checkpoints[-1][1].step + 1 if self.checkpoints else 1
         self.commit(
             Checkpoint(
                 run="r",
@@ -131,6 +141,24 @@ async def test_a_run_that_was_resumed_and_reconfigured_is_made_again_bit_for_bit
     assert [step.adapter for step in steps] == [checkpoint.weights.sha256 for _, checkpoint in history.checkpoints]
     assert [step.groups for step in steps] == [["g0", "g1"], ["g2", "g3"], ["g4", "g5"], ["g6", "g7"]]
     require_identical("r", steps)
+
+
+@pytest.mark.parametrize("fresh_optimizer", [False, True])
+async def test_a_branched_run_is_made_again_from_its_origin_s_version(model: ModelFiles, fresh_optimizer: bool) -> None:
+    origin = History(model)
+    origin.step(group(0), group(1))
+    _, last = origin.checkpoints[-1]
+    history = History(model)
+    history.store = origin.store
+    start = replace(last, step=0, trained=[], optimizer=None if fresh_optimizer else last.optimizer)
+    history.start(start)
+    history.step(group(2), group(3))
+    history.step(group(4), group(5))
+    steps = await history.replay()
+    assert [(step.step, step.difference) for step in steps] == [(1, ""), (2, "")]
+    history.start(start)
+    with pytest.raises(ConfigError, match="no step yet"):
+        await history.replay()
 
 
 async def test_a_step_that_was_not_made_of_its_groups_is_noticed_and_no_other(model: ModelFiles) -> None:

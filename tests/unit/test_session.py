@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from broker.errors import Fenced, RegistryConflict
-from broker.messages import AdapterRef, BlobRef, Head, VersionRecord, decode
+from broker.messages import BlobRef, Head, VersionRecord, decode
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim
 from learner.session import Session
+from tests.memory import MemoryStore
 from tests.unit.test_learner_parts import head, held, record, ref
 
 
@@ -50,7 +51,7 @@ def checkpoint(step: int, version: int) -> Checkpoint:
 def session(**fields: Any) -> tuple[Session, StubRegistry]:
     start = head(head=7, active=6, step=7, max_staleness=2, live=[ref(version) for version in (5, 6, 7)], **fields)
     registry = StubRegistry(start)
-    return Session(registry, None, Claim(start, 1, created=False)), registry  # type: ignore[arg-type]
+    return Session(registry, MemoryStore(), Claim(start, 1, created=False)), registry  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("activate_first", [True, False])
@@ -115,23 +116,6 @@ async def test_the_same_epoch_of_another_incarnation_fences_too() -> None:
     assert await subject.fenced() is None
     registry.now = head(incarnation="new")
     assert await subject.fenced()
-
-
-async def test_going_back_to_an_older_commit_names_that_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject, registry = session()
-
-    async def versions(run: str) -> list[Any]:
-        from tests.unit.test_learner_parts import record
-
-        return [record(5), record(6), record(7)]
-
-    registry.versions = versions  # type: ignore[attr-defined]
-    blob = BlobRef(key="older", size=1, sha256="1" * 64)
-    await subject.go_back_to(checkpoint(5, 5), blob)
-    assert (registry.now.step, registry.now.head, registry.now.active) == (5, 5, 5)
-    assert registry.now.checkpoint == blob
-    assert isinstance(registry.now.adapter, AdapterRef)
-    assert max(item.version for item in registry.now.live) == 5
 
 
 def test_a_checkpoint_names_the_very_bytes_of_its_groups_and_the_checkpoint_before_it() -> None:

@@ -429,7 +429,7 @@ class KeyValue:
     async def status(self) -> Any:
         def look() -> Any:
             return SimpleNamespace(
-                stream_info=SimpleNamespace(state=SimpleNamespace(last_seq=self._there().last_sequence))
+                stream_info=SimpleNamespace(created="once", state=SimpleNamespace(last_seq=self._there().last_sequence))
             )
 
         return await self._ask(look)
