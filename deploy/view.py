@@ -118,7 +118,8 @@ def _components(snapshot: Snapshot) -> Table:
         doing = _doing(node)
         refused = "; ".join(f"{name}: {reason}" for name, reason in node.refused.items())
         style = {"ready": "green", "joining": "yellow"}.get(node.state, "red")
-        note = "" if node.node == "learner" else refused or node.detail
+        lacking = f"lacks the active version {snapshot.head.active}" if snapshot.lacks_active(node) else ""
+        note = "" if node.node == "learner" else "; ".join(part for part in (lacking, refused or node.detail) if part)
         table.add_row(node.id, Text(node.state, style=style), doing, note[:80])
     return table
 

@@ -616,7 +616,8 @@ class Learner:
         }
 
     def _troubles(self) -> tuple[str, ...]:
-        return self._session.trouble, self._feeder.trouble, self._activator.trouble
+        activation = self._activator.trouble or self._activator.left_behind()
+        return self._session.trouble, self._feeder.trouble, activation
 
     def _trouble(self) -> str:
         """What a person should know, empty when all is well."""
@@ -628,8 +629,11 @@ class Learner:
             parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")
         if self._ledger.open_groups and not self._roster.present("actor", self.spec.fleet_name):
             parts.append(f"no actor is present in fleet {self.spec.fleet_name}")
-        if not self._roster.present("replica", self.spec.fleet_name):
-            parts.append(f"no replica is present in fleet {self.spec.fleet_name}")
+        replicas, enough = len(self._roster.present("replica", self.spec.fleet_name)), self.spec.fleet.min_replicas
+        if replicas < enough:
+            there = "no replica is" if not replicas else "1 replica is" if replicas == 1 else f"{replicas} replicas are"
+            needed = f"; the run needs {enough} (fleet.min_replicas)" if enough > 1 else ""
+            parts.append(f"{there} present in fleet {self.spec.fleet_name}{needed}")
         return "; ".join(parts)
 
     def _node(self) -> Node:
