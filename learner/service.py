@@ -45,6 +45,7 @@ from learner.lineage import lineage
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
+from learner.tails import Tails
 from learner.tasks import check_lengths, load_tasks
 from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
@@ -100,6 +101,7 @@ class Learner:
         self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
         self._ledger = Ledger()
         self._buffer = Buffer()
+        self._tails = Tails()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._credit_changed = asyncio.Event()
         self._groups_changed = asyncio.Event()
@@ -227,6 +229,7 @@ class Learner:
             self._buffer,
             self._feeder,
             self._rule,
+            tails=self._tails,
             on_change=self._on_group,
         )
         self._activator = Activator(
@@ -287,6 +290,7 @@ class Learner:
         await self._in_thread(lambda: self._policy.load_adapter_bytes(weights))
         await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)
+        self._tails = Tails.from_state(checkpoint.tails)
         self._rewards = list(checkpoint.rewards)
         self._earlier_seconds = checkpoint.seconds
         await self._complete_log(ref, checkpoint.step)
@@ -417,7 +421,7 @@ class Learner:
 
     async def _drop_stale(self) -> None:
         for held in self._buffer.take_stale(self._rule, self._session.head.head):
-            self._intake.close(held.id, "dropped", held.ready.lengths)
+            self._intake.close(held.id, "dropped", held.ready.lengths, held.ready.seconds.get("group"))
             self._credit_changed.set()
             await held.delivery.ack()
             self._intake.let_go([held.id])
@@ -476,7 +480,11 @@ class Learner:
             faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
             outcomes = outcomes_of(batch)
-            ledger = self._ledger.to_state(outcomes)
+            closed = [
+                (outcome, held.ready.lengths, held.ready.seconds.get("group"))
+                for held, (_, outcome) in zip(batch, outcomes, strict=True)
+            ]
+            ledger, tails = self._ledger.to_state(outcomes), self._tails.to_state(closed)
             readings = step_figures(figures, stats, report, {**seconds, "commit": self._clock() - began})
             record = {
                 "step": step,
@@ -485,6 +493,7 @@ class Learner:
                 "seconds_left": self._seconds_left(step),
                 **readings,
                 **Ledger.from_state(ledger).counts(),
+                **Tails.from_state(tails).figures(),
                 "time": time.time(),
             }
             checkpoint = Checkpoint(
@@ -495,6 +504,7 @@ class Learner:
                 weights=weights_ref,
                 optimizer=optimizer_ref,
                 ledger=ledger,
+                tails=tails,
                 rewards=rewards,
                 trained=[TrainedGroup(held.id, held.ready.blob) for held in batch],
                 previous=head.checkpoint,
@@ -521,6 +531,8 @@ class Learner:
             self._ledger.close(group, outcome)
             metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
             self._feeder.end(group, outcome)
+        for closing in closed:
+            self._tails.add(*closing)
         faults.reached("learner.before_acknowledgements")
         await asyncio.gather(*(held.delivery.ack() for held in batch))
         faults.reached("learner.acknowledged")
@@ -542,10 +554,10 @@ class Learner:
         if hasattr(self, "_activator"):
             self._activator.wake.set()
 
-    def _on_unanswered(self, group: str, outcome: Outcome, reason: str) -> None:
+    def _on_unanswered(self, group: str, outcome: Outcome, reason: str, seconds: float | None) -> None:
         if outcome == "failed":
             self._intake.note_failure("task", reason)
-        self._intake.close(group, outcome, [])
+        self._intake.close(group, outcome, [], seconds)
         self._on_group()
 
     def _on_group(self) -> None:
@@ -656,6 +668,7 @@ class Learner:
                 "seconds_left": self._seconds_left(head.step),
                 "activation_seconds": self._activator.seconds,
                 **self._last,
+                **self._tails.figures(),
                 **{name: float(number) for name, number in self._ledger.counts().items()},
             }
         return Node(
@@ -676,4 +689,11 @@ class Learner:
             await asyncio.sleep(1.0)
 
     def _summary(self) -> Finished:
-        return summarize(self._session.head, self._rewards, self._ledger.counts(), self._seconds(), done=self._done())
+        return summarize(
+            self._session.head,
+            self._rewards,
+            self._ledger.counts(),
+            self._tails.figures(),
+            self._seconds(),
+            done=self._done(),
+        )
