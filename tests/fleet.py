@@ -22,7 +22,7 @@ from actors.replica import Replica
 from actors.service import Actor
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
-from broker.messages import Head, Node
+from broker.messages import Head
 from broker.models import resolve
 from broker.registry import Heads, Registry, Roster
 from broker.runspec import RunSpec
@@ -190,7 +190,7 @@ class Fleet:
         """What the run's learner has logged of its steps."""
         return read_steps(self.directory / spec.run.name)
 
-    def learner_node(self, spec: RunSpec) -> Node | None:
+    def learner_node(self, spec: RunSpec) -> Any:
         return next((node for node in self.roster.present("learner") if node.run == spec.run.name), None)
 
     def detail(self, spec: RunSpec) -> str:

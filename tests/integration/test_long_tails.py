@@ -136,7 +136,7 @@ async def test_a_group_that_nobody_answers_expires_gives_its_credit_back_and_is_
     leased: list[Any] = []
     while not leased:  # an actor that takes a task, says that it works on it, and never answers
         with contextlib.suppress(ConsumerGone):
-            puller = await bus.puller(names.tasks_stream(spec.run.name), actors_consumer())
+            puller = await bus.puller(names.tasks_stream(spec.run.name), actors_consumer(30.0))
             leased = await puller.fetch(1, 2.0)
         await asyncio.sleep(0)
     await fleet.actor()
