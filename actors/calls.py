@@ -10,13 +10,19 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from broker.errors import EpisodeFailed
 from broker.messages import FailureKind
+
+CANCEL_GRACE = 10.0
+"""Seconds that the user's coroutine has to end once it is cancelled: enough to stop a container."""
+
+log = logging.getLogger(__name__)
 
 
 class EpisodeError(EpisodeFailed):
@@ -33,9 +39,27 @@ class EpisodeError(EpisodeFailed):
 async def call_user_code(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call `function`, sync or async, without ever holding up the event loop. Whatever it raises is raised here."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(*args, **kwargs)
+        return await _cancellable(function(*args, **kwargs))
     result = await _in_thread(lambda: function(*args, **kwargs))
-    return await result if inspect.isawaitable(result) else result
+    return await _cancellable(result) if inspect.isawaitable(result) else result
+
+
+async def _cancellable(awaitable: Awaitable[Any]) -> Any:
+    """Await the user's coroutine; when this is cancelled, so is it, and it has CANCEL_GRACE seconds to end.
+
+    One that goes on all the same is left alone: no slot and no lease waits for it.
+    """
+    running = asyncio.ensure_future(awaitable)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not running.done():
+            running.cancel()
+            running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            await asyncio.wait([running], timeout=CANCEL_GRACE)
+            if not running.done():
+                log.warning("user code goes on %g s after it was cancelled: %r", CANCEL_GRACE, awaitable)
+        raise
 
 
 def describe(error: BaseException) -> str:

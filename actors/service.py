@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
 from actors.generation import Generator
 from actors.residency import still_counts
+from actors.shares import Demand, Shares
 from actors.workload import Workload, Workloads
 from broker import faults, names
 from broker.bus import HEARTBEATS, Bus, ConsumerGone, Delivery, Puller, StreamFull, actors_consumer
@@ -55,7 +56,10 @@ POLL_ALONE = 2.0
 """How long an actor waits at the only run's queue."""
 
 POLL_AMONG = 0.1
-"""How long it waits at each queue when several runs share it."""
+"""How long it waits at each queue when several runs share it and all queues seem empty."""
+
+LOOK_SECONDS = 0.2
+"""A queue that was found empty is looked at again after this long, while other runs are served."""
 
 NEWS_SECONDS = 10.0
 """How long a task may wait for the news of the version it counts on; a watch that went deaf re-reads within 2 s."""
@@ -79,6 +83,8 @@ class Lease:
     adapter: str | None = None
     work: asyncio.Task[GroupOutcome] | None = None
     stale: bool = False
+    blocked: bool = False
+    """Its episodes are over, and what came of them was refused: the stream is full, or the store is away."""
     sampled: dict[int, int] = field(default_factory=dict)
     """Tokens sampled so far, by episode."""
 
@@ -117,6 +123,10 @@ class Actor:
         self.id = id
         self._context = context
         self._max_inflight = max_inflight
+        self._shares = Shares(max_inflight)
+        self._polled: dict[str, float] = {}
+        self._found_empty: dict[str, float] = {}
+        """When a run's queue was looked at last, and when it was empty then."""
         self._clock = clock
         self._generator = Generator(bus, fleet=fleet, clock=clock)
         self._workloads = workloads or Workloads(roots)
@@ -165,8 +175,14 @@ class Actor:
                 lease.stale = True
                 lease.work.cancel()
 
-    def _episodes_running(self) -> int:
-        return sum(lease.task.group_size for lease in self._leases.values())
+    def _of(self, run: str, *, blocked: bool) -> list[Lease]:
+        """The leases of one run, or of all (""), that go on, or those that were refused when they were over."""
+        leases = self._leases.values()
+        return [lease for lease in leases if lease.blocked == blocked and run in ("", lease.task.run)]
+
+    def _slots(self, run: str = "", *, blocked: bool) -> int:
+        """The episodes of those leases."""
+        return sum(lease.task.group_size for lease in self._of(run, blocked=blocked))
 
     def _workable(self) -> list[tuple[Head, Workload]]:
         """Runs to take tasks of: of this fleet, running, their learner present, their code here."""
@@ -180,46 +196,82 @@ class Actor:
         return sorted(found, key=lambda item: item[0].run)
 
     async def _lease_tasks(self) -> None:
-        """Take tasks, one run after the other, while episodes may start."""
-        turn = 0
+        """Take tasks of whichever run's turn it is, while episodes may start."""
         while True:
-            runs = self._workable()
+            self._changed.clear()
+            runs = {head.run: workload for head, workload in self._workable()}
             self._note_shares(idle=True)
-            if not runs or self._full(runs):
-                self._changed.clear()
+            now = self._clock()
+            waits = {run for run in runs if len(runs) == 1 or now - self._found_empty.get(run, -1e9) > LOOK_SECONDS}
+            turn = self._shares.next_run(self._demands(runs, waits), now)
+            idle = self._idle(runs) if not waits else None
+            if turn is not None and turn.fits:
+                await self._lease(runs[turn.run], POLL_ALONE if len(runs) == 1 else 0.0)
+            elif turn is not None and not await self._has_tasks(runs[turn.run]):
+                self._found_empty[turn.run] = self._clock()  # no slots are kept for a run without tasks
+            elif idle is not None:
+                await self._lease(runs[idle], POLL_AMONG)
+            else:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1.0):
+                    async with asyncio.timeout(LOOK_SECONDS if len(runs) > 1 else 1.0):
                         await self._changed.wait()
-                continue
-            turn += 1
-            head, workload = runs[turn % len(runs)]
-            if self._room(workload) <= 0:
-                continue
-            puller = await self._puller(head.run, workload.spec.fleet.lease_seconds)
-            if puller is None:
-                await asyncio.sleep(0.5)
-                continue
-            try:
-                deliveries = await puller.fetch(1, POLL_ALONE if len(runs) == 1 else POLL_AMONG)
-            except ConsumerGone as error:
-                log.info("run %s: %s", head.run, error)
-                await self._pullers.pop(head.run).close()
-                continue
-            for delivery in deliveries:
-                await self._accept(delivery)
 
-    def _room(self, workload: Workload) -> int:
-        """Groups of this run that may still start here; a group larger than the cap runs alone."""
-        size = workload.spec.algorithm.group_size
-        running = self._episodes_running()
-        if running == 0:
-            return 1
-        return (self._max_inflight - running) // size
+    def _demands(self, runs: Mapping[str, Workload], waits: Collection[str]) -> list[Demand]:
+        """What each run holds and wants. Runs that no tasks are taken of any more may still hold something."""
+        now = self._clock()
+        return [
+            Demand(
+                run=run,
+                size=runs[run].spec.algorithm.group_size if run in runs else 0,
+                working=self._slots(run, blocked=False),
+                blocked=self._slots(run, blocked=True),
+                waits=run in waits,
+                oldest=max((now - lease.began for lease in self._of(run, blocked=False)), default=0.0),
+            )
+            for run in {*runs, *(lease.task.run for lease in self._leases.values())}
+        ]
 
-    def _full(self, runs: Sequence[tuple[Head, Workload]]) -> bool:
-        return all(self._room(workload) <= 0 for _, workload in runs)
+    def _idle(self, runs: Mapping[str, Workload]) -> str | None:
+        """While no run seems to have a task: the one with room whose queue was left alone for longest."""
+        for run in sorted(runs, key=lambda run: (self._polled.get(run, 0.0), run)):
+            turn = self._shares.next_run(self._demands(runs, {run}), self._clock())
+            if turn is not None and turn.fits:
+                return run
+        return None
 
-    async def _puller(self, run: str, lease_seconds: float) -> Puller | None:
+    async def _has_tasks(self, workload: Workload) -> bool:
+        puller = await self._puller(workload)
+        try:
+            return puller is not None and await puller.waiting() > 0
+        except ConsumerGone:
+            return False
+
+    async def _lease(self, workload: Workload, patience: float) -> None:
+        """Take a task of a run, waiting up to `patience` seconds for one, and begin it."""
+        run, puller = workload.run, await self._puller(workload)
+        self._polled[run] = self._clock()
+        if puller is None:
+            self._found_empty[run] = self._clock()
+            await asyncio.sleep(min(patience, LOOK_SECONDS))
+            return
+        try:
+            if patience > 0:
+                deliveries = await puller.fetch(1, patience)
+            else:
+                found = await puller.take()
+                deliveries = [found] if found is not None else []
+        except ConsumerGone as error:
+            log.info("run %s: %s", run, error)
+            await self._pullers.pop(run).close()
+            return
+        for delivery in deliveries:
+            self._found_empty.pop(run, None)
+            await self._accept(delivery)
+        if not deliveries:
+            self._found_empty[run] = self._clock()
+
+    async def _puller(self, workload: Workload) -> Puller | None:
+        run, lease_seconds = workload.run, workload.spec.fleet.lease_seconds
         if run not in self._pullers:
             try:
                 self._pullers[run] = await self._bus.puller(names.tasks_stream(run), actors_consumer(lease_seconds))
@@ -246,6 +298,7 @@ class Actor:
         faults.reached("actor.leased")
         lease = Lease(delivery, task, workload, self._clock())
         self._leases[task.group] = lease
+        self._shares.begin(task.run, task.group_size, lease.began)
         running = asyncio.create_task(self._work(lease), name=task.group)
         self._tasks.add(running)
         running.add_done_callback(self._tasks.discard)
@@ -331,6 +384,7 @@ class Actor:
             lease.work.cancel()
             await asyncio.gather(lease.work, return_exceptions=True)
             raise
+        self._shares.end(task.run, self._clock() - lease.began)
         if lease.stale:
             reason = f"version {lease.version} fell too far behind while the group ran"
             return self._failed(lease, "stale", reason, {}), lease.answer_id("stale")
@@ -396,10 +450,16 @@ class Actor:
                     raise
                 self._trouble = self._trouble or f"groups wait for the store: {error}"
                 log.warning("group %s waits for the store: %s", task.group, error)
+                self._block(lease)
                 await asyncio.sleep(STORE_RETRY_SECONDS)
             else:
                 self._trouble = ""
                 return ref
+
+    def _block(self, lease: Lease) -> None:
+        """A finished group waits to be handed over: from now on its slots are its own run's trouble alone."""
+        lease.blocked = True
+        self._changed.set()
 
     def _failed(self, lease: Lease, failure: FailureKind, reason: str, seconds: dict[str, float]) -> GroupFailed:
         task = lease.task
@@ -425,6 +485,7 @@ class Actor:
             try:
                 receipt = await self._bus.publish(subject, answer, id=id, headers=headers)
             except StreamFull:
+                self._block(lease)
                 began = self._clock()
                 await asyncio.sleep(REFUSED_RETRY_SECONDS)
                 self._bus.refused_seconds += self._clock() - began
@@ -485,7 +546,7 @@ class Actor:
     def _note_shares(self, *, idle: bool) -> None:
         """Book how busy the slots are, and how much of their idleness is the learner's holding back."""
         now = self._clock()
-        busy = min(1.0, self._episodes_running() / self._max_inflight)
+        busy = min(1.0, self._slots(blocked=False) / self._max_inflight)
         self._busy.set(busy, now)
         held_back = any(
             node.gauges.get("credit", 1.0) <= 0 and node.gauges.get("buffered_steps", 0.0) >= 1.0
@@ -495,7 +556,7 @@ class Actor:
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "farflung.actor.slots_busy": float(self._episodes_running()),
+            "farflung.actor.slots_busy": float(self._slots(blocked=False)),
             "farflung.actor.slots": float(self._max_inflight),
             "farflung.backpressure": self._idle_held_back.read(self._clock()),
         }
@@ -517,7 +578,8 @@ class Actor:
                     capacity=self._max_inflight,
                     code=self._workloads.code,
                     gauges={
-                        "episodes": float(self._episodes_running()),
+                        "episodes": float(self._slots(blocked=False)),
+                        "blocked": float(self._slots(blocked=True)),
                         "busy": self._busy.read(now),
                         "backpressure": self._idle_held_back.read(now),
                         "outside_generation": self._outside.read(now),

@@ -48,6 +48,9 @@ CONSUMER_CHECK_SECONDS = 2.0
 USER_TIMEOUT_MS = 3000
 """Unacknowledged data on a socket fails it after this long; a half-open link then recovers in about 3 s."""
 
+NOTHING_THERE = ("404", "408")
+"""What the server says to a pull that finds no message, and to an older one whose time is up."""
+
 WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_FULL = 10077
 NO_ROOM = (10023, 10047)
@@ -143,6 +146,38 @@ class Puller:
             await asyncio.sleep(0.5)
             return []
         return [Delivery(message) for message in messages]
+
+    async def take(self) -> Delivery | None:
+        """A message that may be had at once, a redelivered one too; None when there is none. Raises ConsumerGone."""
+        pull = self._subscription
+        queue = pull._sub._pending_queue  # type: ignore[attr-defined]
+        if queue.empty():
+            # `fetch` lingers for its whole timeout; the server answers a request without one at once.
+            request = json.dumps({"batch": 1, "no_wait": True}).encode()
+            try:
+                await pull._nc.publish(pull._nms, request, pull._deliver)  # type: ignore[attr-defined]
+                message = await pull._sub.next_msg(timeout=FETCH_SECONDS)  # type: ignore[attr-defined]
+            except (TimeoutError, nats.errors.Error, OSError) as error:
+                log.info("pull from %s failed: %s", self.stream, error or type(error).__name__)
+                await self._check()
+                return None
+        else:  # it came for a fetch that had given up
+            message = await pull._sub.next_msg(timeout=FETCH_SECONDS)  # type: ignore[attr-defined]
+        if not message.headers or "Status" not in message.headers:
+            return Delivery(message)
+        if message.headers["Status"] not in NOTHING_THERE:
+            await self._check()
+        return None
+
+    async def waiting(self) -> int:
+        """How many messages wait to be had; 0 when the broker does not say. Raises ConsumerGone."""
+        try:
+            info = await self._jetstream.consumer_info(self.stream, self.consumer)
+        except nats.js.errors.NotFoundError as error:
+            raise ConsumerGone(f"consumer {self.consumer} of {self.stream} is gone: {error.description}") from error
+        except (nats.errors.Error, TimeoutError, OSError):
+            return 0
+        return int(info.num_pending or 0) + int(info.num_redelivered or 0)
 
     async def _check(self) -> None:
         if now() - self._checked < CONSUMER_CHECK_SECONDS:

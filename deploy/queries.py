@@ -36,6 +36,7 @@ from deploy.view import print_status
 from learner.history import history_of, newest_head, prefix_of
 from learner.ledger import Ledger
 from learner.summary import summary_of
+from learner.tails import figures_in
 
 LEAVE_SECONDS = 60.0
 """How long a deletion waits for the run's learner to leave."""
@@ -103,30 +104,34 @@ async def status(services: Services, run: str | None, as_json: bool) -> None:
     heads = [await _head(services, run)] if run else await services.registry.heads()
     nodes = await _present(services.registry)
     snapshots = [snapshot_of(head, nodes) for head in heads]
-    ledgers = [await _ledger(services, snapshot) for snapshot in snapshots]
+    closed = [await _closed(services, snapshot) for snapshot in snapshots]
     known = {node.id for snapshot in snapshots for node in snapshot.nodes}
     if as_json:
         plain = {
             "runs": [
-                snapshot.to_plain() | {"ledger": ledger} for snapshot, ledger in zip(snapshots, ledgers, strict=True)
+                snapshot.to_plain() | {"ledger": ledger, "tails": tails}
+                for snapshot, (ledger, tails) in zip(snapshots, closed, strict=True)
             ],
             "other_nodes": [msgspec.to_builtins(node) for node in nodes if node.id not in known],
         }
         click.echo(json.dumps(plain))
         return
-    print_status(services.console, snapshots, ledgers, len([node for node in nodes if node.id not in known]))
+    print_status(services.console, snapshots, closed, len([node for node in nodes if node.id not in known]))
 
 
-async def _ledger(services: Services, snapshot: Snapshot) -> dict[str, int]:
-    """A run's groups as its learner counts them now; as of the last commit while no learner is there."""
+async def _closed(services: Services, snapshot: Snapshot) -> tuple[dict[str, int], dict[str, float]]:
+    """A run's groups as its learner counts them now, as of the last commit while no learner is there: how many had
+    which outcome, and how long they had been.
+    """
     gauges = snapshot.learner.gauges if snapshot.learner else {}
     if "issued" in gauges:
-        return {name: int(gauges[name]) for name in Ledger().counts()}
+        return {name: int(gauges[name]) for name in Ledger().counts()}, figures_in(gauges)
     try:
-        return (await summary_of(services.registry, services.store, snapshot.head.run)).groups
+        summary = await summary_of(services.registry, services.store, snapshot.head.run)
     except StoreError as error:
         click.echo(f"the ledger of run {snapshot.head.run} cannot be read: {error}", err=True)
-        return {}
+        return {}, {}
+    return summary.groups, summary.tails
 
 
 async def runs_list(services: Services, as_json: bool) -> None:

@@ -38,6 +38,11 @@ class Snapshot:
     def backpressure(self) -> float:
         return _mean([node.gauges.get("backpressure", 0.0) for node in self.of_kind("actor")])
 
+    def lacks_active(self, node: Node) -> bool:
+        """Whether `node` is a replica that does not serve the active version, so that no request for it goes there."""
+        active = next((ref.name for ref in self.head.live if ref.version == self.head.active), None)
+        return node.node == "replica" and active is not None and active not in node.confirmed
+
     def verdict(self) -> Verdict:
         """Which part holds the others back; nobody does while nothing is to be done."""
         if self.head.state != "running" or self.learner is None:
@@ -70,6 +75,7 @@ class Snapshot:
             "run": head,
             "learner": _node(self.learner) if self.learner else None,
             "nodes": [_node(node) for node in self.nodes],
+            "left_behind": [node.id for node in self.nodes if self.lacks_active(node)],
             "tokens_per_second": self.tokens_per_second,
             "backpressure": self.backpressure,
             "bottleneck": verdict.bottleneck,

@@ -316,6 +316,9 @@ class Up:
             f"\nrun {run}: {summary['steps']} steps in {view.duration(summary['seconds'])}, mean reward "
             f"{summary['reward_first5']:.2f} (first 5 steps) -> {summary['reward_last5']:.2f} (last 5 steps)"
         )
+        groups = {name.removeprefix("groups_"): value for name, value in summary.items() if name.startswith("groups_")}
+        for line in view.lost_lines(groups, summary):
+            self._say(line)
         self._say(f"adapter: {summary['adapter_key']} (version {summary['head']})")
         self._say(f"get it:  farflung adapters pull {run} ./{run}-adapter --dir {self._options.directory}")
         self._say("         (--merge writes a plain model; --dir starts the servers of that directory meanwhile)")

@@ -99,6 +99,8 @@ def live(snapshot: Snapshot | None, rewards: Sequence[float], starting: str) -> 
         Text.assemble(("reward ", "dim"), sparkline(rewards), (f"  {snapshot.verdict().sentence}", "italic")),
         _components(snapshot),
     ]
+    gauges = snapshot.learner.gauges if snapshot.learner else {}
+    parts += [Text(line, style="dim") for line in lost_lines(gauges, gauges)]
     detail = snapshot.learner.detail if snapshot.learner else "the learner is not there"
     if detail:
         parts.append(Text(detail, style="yellow"))
@@ -110,6 +112,30 @@ def _groups(snapshot: Snapshot) -> str:
     return f"{snapshot.gauge('trained'):.0f} trained, {snapshot.gauge('skipped'):.0f} skipped, {lost:.0f} lost"
 
 
+def lost_lines(groups: Mapping[str, float], tails: Mapping[str, float]) -> list[str]:
+    """What was lost by length and duration beside what was used, a line for each kind: losing what is long is a bias.
+
+    `groups`: how many had which outcome. `tails`: `learner.tails.Tails.figures`.
+    """
+    lines = []
+    used = _lengths("used", tails)
+    for kind in ("dropped", "failed", "expired"):
+        if groups.get(kind) and (lost := _lengths(kind, tails)):
+            lines.append(f"{kind}: {groups[kind]:.0f} groups, {lost}" + (f"; used: {used}" if used else ""))
+    return lines
+
+
+def _lengths(kind: str, tails: Mapping[str, float]) -> str:
+    parts = []
+    if f"{kind}_tokens_mean" in tails:
+        mean, high = tails[f"{kind}_tokens_mean"], tails[f"{kind}_tokens_p99"]
+        parts.append(f"{mean:.0f} sampled tokens an episode at the mean (p99 {high:.0f})")
+    if f"{kind}_seconds_mean" in tails:
+        mean, high = tails[f"{kind}_seconds_mean"], tails[f"{kind}_seconds_p99"]
+        parts.append(f"{mean:.1f} s a group (p99 {high:.1f} s)")
+    return ", ".join(parts)
+
+
 def _components(snapshot: Snapshot) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("component", "state", "doing", "note"):
@@ -118,7 +144,8 @@ def _components(snapshot: Snapshot) -> Table:
         doing = _doing(node)
         refused = "; ".join(f"{name}: {reason}" for name, reason in node.refused.items())
         style = {"ready": "green", "joining": "yellow"}.get(node.state, "red")
-        note = "" if node.node == "learner" else refused or node.detail
+        lacking = f"lacks the active version {snapshot.head.active}" if snapshot.lacks_active(node) else ""
+        note = "" if node.node == "learner" else "; ".join(part for part in (lacking, refused or node.detail) if part)
         table.add_row(node.id, Text(node.state, style=style), doing, note[:80])
     return table
 
@@ -138,15 +165,20 @@ def _doing(node: Node) -> str:
 
 
 def print_status(
-    console: Console, snapshots: Sequence[Snapshot], ledgers: Sequence[Mapping[str, int]], nodes_elsewhere: int
+    console: Console,
+    snapshots: Sequence[Snapshot],
+    closed: Sequence[tuple[Mapping[str, int], Mapping[str, float]]],
+    nodes_elsewhere: int,
 ) -> None:
-    """`farflung status` for people."""
+    """`farflung status` for people. `closed`: each run's ledger, and the lengths and durations of its groups."""
     if not snapshots:
         console.print("no runs yet; start one with `farflung up CONFIG` or `farflung learner CONFIG`")
-    for snapshot, ledger in zip(snapshots, ledgers, strict=True):
+    for snapshot, (ledger, tails) in zip(snapshots, closed, strict=True):
         console.print(live(snapshot, [], ""))
         versions = ", ".join(f"{ref.version}" for ref in snapshot.head.live) or "base only"
         console.print(f"  versions kept loaded: {versions}    incarnation {snapshot.head.incarnation}")
         console.print("  groups: " + ", ".join(f"{number} {name}" for name, number in ledger.items()))
+        for line in lost_lines(ledger, tails):
+            console.print(f"  {line}")
     if nodes_elsewhere:
         console.print(f"{nodes_elsewhere} nodes belong to fleets without a run")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from broker import faults
 from broker.registry import Roster
-from learner.activation import Activation, ReplicaView, State, backoff
+from learner.activation import Activation, Pace, ReplicaView, State, backoff
 from learner.session import Session
 from observability import tracing
 
@@ -53,7 +53,8 @@ class Activator:
         """The headers of the step that makes each version. Known before its commit: replicas may be as quick."""
         self.trouble = ""
         """Why the newest version is not active yet, for people."""
-        self.expelled: dict[str, str] = {}
+        self._pace = Pace(timeout)
+        self._told: dict[str, str] = {}
         self.seconds = 0.0
         """How long the last activation took, from announcement to active everywhere."""
 
@@ -82,26 +83,32 @@ class Activator:
                 log.warning("version %d failed on the fleet, again in %.0f s: %s", head.head, wait, self.trouble)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait):
-                        while self._session.head.head == head.head:
+                        while self._session.head.head == head.head and not self._served(head.adapter.name):
                             await self._look()
 
     async def _drive(self, version: int, name: str) -> State | None:
         """One attempt; None when a newer version was committed meanwhile."""
-        members = frozenset(view.id for view in self._views())
-        activation = Activation(version, name, members, self._clock(), self._timeout, self._min_replicas)
+        now = self._clock()
+        since = self._pace.announce(name, self._views(), now)
+        activation = Activation(version, name, frozenset(since), now, self._timeout, self._min_replicas, since)
         faults.reached("learner.activating")
         while self._session.head.head == version:
-            state = activation.observe(self._views(), self._clock())
+            views, now = self._views(), self._clock()
+            self._pace.observe(views, now)
+            state = activation.observe(views, now)
+            self._pace.leave(name, activation.expelled)
             for replica, reason in activation.expelled.items():
-                if self.expelled.get(replica) != reason:
+                if self._told.get(replica) != reason:
                     log.warning("replica %s is left behind at version %d: %s", replica, version, reason)
-            self.expelled = dict(activation.expelled)
+            self._told = dict(activation.expelled)
             if state == "active":
                 await self._session.activate(version)
+                self._pace.activated(name)
                 return state
-            reasons = "; ".join(f"{replica}: {reason}" for replica, reason in sorted(activation.expelled.items()))
-            present = len(self._views())
-            if self._clock() - activation.announced < TROUBLE_SECONDS and not reasons:
+            left = self._pace.left_behind(name, views) | activation.expelled
+            reasons = "; ".join(f"{replica}: {reason}" for replica, reason in sorted(left.items()))
+            present = len(views)
+            if now - activation.announced < TROUBLE_SECONDS and not reasons:
                 await self._look()
                 continue
             self.trouble = (
@@ -118,6 +125,17 @@ class Activator:
             async with asyncio.timeout(LOOK_SECONDS):
                 await self.wake.wait()
         self.wake.clear()
+        self._pace.observe(self._views(), self._clock())
+
+    def left_behind(self) -> str:
+        """Which replicas lack the newest version and are not waited for, and why, for people; empty when none."""
+        adapter = self._session.head.adapter
+        left = self._pace.left_behind(adapter.name, self._views()) if adapter is not None else {}
+        return "; ".join(f"{replica} is left behind: {reason}" for replica, reason in sorted(left.items()))
+
+    def _served(self, name: str) -> bool:
+        """Whether enough replicas serve a version for another attempt at it to succeed at once."""
+        return sum(name in view.confirmed for view in self._views()) >= self._min_replicas
 
     def _views(self) -> list[ReplicaView]:
         return [

@@ -44,6 +44,8 @@ class Checkpoint(Message, frozen=True, kw_only=True, tag="checkpoint"):
     ledger: dict[str, Any]
     rewards: list[float]
     """Mean reward of each step so far."""
+    tails: dict[str, Any] = {}
+    """Lengths and durations of the groups closed so far, by what became of them."""
     trained: list[TrainedGroup]
     """The groups this step was made from, in the order they were packed; those without signal are among them."""
     previous: BlobRef | None = None

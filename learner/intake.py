@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from broker.bus import HOLD_HEARTBEAT, Bus, Delivery, Puller
 from broker.ending import end
@@ -23,6 +23,7 @@ from learner.credit import CreditRule
 from learner.feeder import Feeder
 from learner.ledger import Ledger, Outcome
 from learner.session import Session
+from learner.tails import Tails
 from observability import metrics
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Intake:
         feeder: Feeder,
         rule: CreditRule,
         *,
+        tails: Tails,
         on_change: Callable[[], None],
     ) -> None:
         self._bus = bus
@@ -55,6 +57,7 @@ class Intake:
         self._buffer = buffer
         self._feeder = feeder
         self._rule = rule
+        self._tails = tails
         self._changed = on_change
         self._holding: dict[str, Delivery] = {}
         """Groups in hand, from their arrival until a commit or a closing lets go of them."""
@@ -64,8 +67,6 @@ class Intake:
         self.last_failure = ""
         self.failures: Counter[str] = Counter()
         """Failed groups by kind of failure."""
-        self.dropped_lengths: list[int] = []
-        """Sampled tokens of groups dropped as too stale: dropping what is slow is a bias, so it is reported."""
 
     async def run(self) -> None:
         """Receive until cancelled. Raises ConsumerGone when another epoch has begun."""
@@ -129,7 +130,7 @@ class Intake:
             await delivery.ack()
             return
         if self._rule.too_stale(version=message.version, head=self._session.head.head) or not self._known(message):
-            self.close(id, "dropped", message.lengths)
+            self.close(id, "dropped", message.lengths, message.seconds.get("group"))
             await delivery.ack()
             return
         await self._take_group(message, delivery)
@@ -146,12 +147,13 @@ class Intake:
         return ready.adapter == (ref.name if ref is not None else None) and (ready.version == 0) == (ref is None)
 
     def _take_failure(self, message: GroupFailed) -> None:
+        seconds = message.seconds.get("group")
         if message.failure == "stale":
-            self.close(message.group, "dropped", message.lengths)
+            self.close(message.group, "dropped", message.lengths, seconds)
             return
         self.note_failure(message.failure, message.reason)
         log.warning("group %s failed on %s (%s)", message.group, message.actor, self.last_failure)
-        self.close(message.group, "failed", message.lengths)
+        self.close(message.group, "failed", message.lengths, seconds)
 
     def note_failure(self, failure: FailureKind, reason: str) -> None:
         """Count a failed group: by kind, and in a row."""
@@ -179,10 +181,9 @@ class Intake:
         self.failed_in_a_row = 0
         self._buffer.add(Held(ready, group, delivery, delivery.headers))
 
-    def close(self, group: str, outcome: Outcome, lengths: list[int]) -> None:
-        """Close a group that no commit closes."""
+    def close(self, group: str, outcome: Outcome, lengths: Sequence[int], seconds: float | None = None) -> None:
+        """Close a group that no commit closes: `lengths` it had sampled by then, `seconds` it had taken, if known."""
         if self._ledger.close(group, outcome):
             metrics.count("farflung.groups", 1, run=self._session.run, outcome=outcome)
             self._feeder.end(group, outcome)
-            if outcome == "dropped":
-                self.dropped_lengths += lengths
+            self._tails.add(outcome, lengths, seconds)

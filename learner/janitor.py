@@ -46,13 +46,13 @@ class Leases:
     """Since when each open group is out at an actor, as seen from here. Pure: time comes in."""
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        self.limit = limit
         self._since: dict[str, float] = {}
 
     def observe(self, leased: Collection[str], now: float) -> list[str]:
         """Take in which groups are leased now; returns those that have been for longer than the limit, once."""
         self._since = {group: self._since.get(group, now) for group in leased}
-        overdue = [group for group, since in self._since.items() if now - since > self._limit]
+        overdue = [group for group, since in self._since.items() if now - since > self.limit]
         for group in overdue:
             del self._since[group]
         return overdue
@@ -69,7 +69,7 @@ class Janitor:
         ledger: Ledger,
         spec: RunSpec,
         *,
-        on_unanswered: Callable[[str, Outcome, str], None],
+        on_unanswered: Callable[[str, Outcome, str, float | None], None],
         weights_of: Callable[[int], bytes | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,7 +126,7 @@ class Janitor:
         for group in self._leases.observe(leased, self._clock()):
             message = await self._bus.jetstream.get_last_msg(stream, names.task_subject(run, group))
             reason = "nothing was heard of it since it was leased, for twice group_timeout"
-            await self._close(group, "expired", reason, message.data or b"")
+            await self._close(group, "expired", reason, message.data or b"", self._leases.limit)
 
     async def _on_given_up(self, message: Msg) -> None:
         """The broker delivers a task no more: every actor that had it died with it or gave it back."""
@@ -143,11 +143,16 @@ class Janitor:
             else:
                 await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
 
-    async def _close(self, group: str, outcome: Outcome, reason: str, task: bytes) -> None:
-        """Close a group nobody answers, and dead-letter its task. A late answer finds it closed."""
+    async def _close(
+        self, group: str, outcome: Outcome, reason: str, task: bytes, seconds: float | None = None
+    ) -> None:
+        """Close a group nobody answers, and dead-letter its task. A late answer finds it closed.
+
+        `seconds`: how long it was out at least, if that is known.
+        """
         log.warning("group %s is closed as %s: %s", group, outcome, reason)
         subject = names.task_subject(self._session.run, group)
-        self._unanswered(group, outcome, reason)
+        self._unanswered(group, outcome, reason, seconds)
         await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
         await self._bus.dead_letter(subject, task, reason)
 

@@ -54,6 +54,7 @@ from learner.lineage import lineage
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
+from learner.tails import Tails
 from learner.tasks import check_lengths, load_tasks
 from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
@@ -113,6 +114,7 @@ class Learner:
         self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
         self._ledger = Ledger()
         self._buffer = Buffer()
+        self._tails = Tails()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._credit_changed = asyncio.Event()
         self._groups_changed = asyncio.Event()
@@ -254,6 +256,7 @@ class Learner:
             self._buffer,
             self._feeder,
             self._rule,
+            tails=self._tails,
             on_change=self._on_group,
         )
         self._activator = Activator(
@@ -313,6 +316,7 @@ class Learner:
         if optimizer is not None:
             await self._in_thread(lambda: self._policy.load_optimizer_bytes(optimizer))
         self._ledger = Ledger.from_state(checkpoint.ledger)
+        self._tails = Tails.from_state(checkpoint.tails)
         self._rewards = list(checkpoint.rewards)
         self._earlier_seconds = checkpoint.seconds
         await self._complete_log(self._session.head.checkpoint, checkpoint.step)
@@ -453,7 +457,7 @@ class Learner:
 
     async def _drop_stale(self) -> None:
         for held in self._buffer.take_stale(self._rule, self._session.head.head):
-            self._intake.close(held.id, "dropped", held.ready.lengths)
+            self._intake.close(held.id, "dropped", held.ready.lengths, held.ready.seconds.get("group"))
             self._credit_changed.set()
             await held.delivery.ack()
             self._intake.let_go([held.id])
@@ -512,7 +516,11 @@ class Learner:
             faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
             outcomes = outcomes_of(batch)
-            ledger = self._ledger.to_state(outcomes)
+            closed = [
+                (outcome, held.ready.lengths, held.ready.seconds.get("group"))
+                for held, (_, outcome) in zip(batch, outcomes, strict=True)
+            ]
+            ledger, tails = self._ledger.to_state(outcomes), self._tails.to_state(closed)
             readings = step_figures(figures, stats, report, {**seconds, "commit": self._clock() - began})
             record = {
                 "step": step,
@@ -521,6 +529,7 @@ class Learner:
                 "seconds_left": self._seconds_left(step),
                 **readings,
                 **Ledger.from_state(ledger).counts(),
+                **Tails.from_state(tails).figures(),
                 "time": time.time(),
             }
             checkpoint = Checkpoint(
@@ -531,6 +540,7 @@ class Learner:
                 weights=weights_ref,
                 optimizer=optimizer_ref,
                 ledger=ledger,
+                tails=tails,
                 rewards=rewards,
                 trained=[TrainedGroup(held.id, held.ready.blob) for held in batch],
                 previous=head.checkpoint,
@@ -557,6 +567,8 @@ class Learner:
             self._ledger.close(group, outcome)
             metrics.count("farflung.groups", 1, run=head.run, outcome=outcome)
             self._feeder.end(group, outcome)
+        for closing in closed:
+            self._tails.add(*closing)
         faults.reached("learner.before_acknowledgements")
         await asyncio.gather(*(held.delivery.ack() for held in batch))
         faults.reached("learner.acknowledged")
@@ -578,10 +590,10 @@ class Learner:
         if hasattr(self, "_activator"):
             self._activator.wake.set()
 
-    def _on_unanswered(self, group: str, outcome: Outcome, reason: str) -> None:
+    def _on_unanswered(self, group: str, outcome: Outcome, reason: str, seconds: float | None) -> None:
         if outcome == "failed":
             self._intake.note_failure("task", reason)
-        self._intake.close(group, outcome, [])
+        self._intake.close(group, outcome, [], seconds)
         self._on_group()
 
     def _on_group(self) -> None:
@@ -652,7 +664,8 @@ class Learner:
         }
 
     def _troubles(self) -> tuple[str, ...]:
-        return self._session.notice, self._session.trouble, self._feeder.trouble, self._activator.trouble
+        activation = self._activator.trouble or self._activator.left_behind()
+        return self._session.notice, self._session.trouble, self._feeder.trouble, activation
 
     def _trouble(self) -> str:
         """What a person should know, empty when all is well."""
@@ -664,8 +677,11 @@ class Learner:
             parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")
         if self._ledger.open_groups and not self._roster.present("actor", self.spec.fleet_name):
             parts.append(f"no actor is present in fleet {self.spec.fleet_name}")
-        if not self._roster.present("replica", self.spec.fleet_name):
-            parts.append(f"no replica is present in fleet {self.spec.fleet_name}")
+        replicas, enough = len(self._roster.present("replica", self.spec.fleet_name)), self.spec.fleet.min_replicas
+        if replicas < enough:
+            there = "no replica is" if not replicas else "1 replica is" if replicas == 1 else f"{replicas} replicas are"
+            needed = f"; the run needs {enough} (fleet.min_replicas)" if enough > 1 else ""
+            parts.append(f"{there} present in fleet {self.spec.fleet_name}{needed}")
         return "; ".join(parts)
 
     def _node(self) -> Node:
@@ -688,6 +704,7 @@ class Learner:
                 "seconds_left": self._seconds_left(head.step),
                 "activation_seconds": self._activator.seconds,
                 **self._last,
+                **self._tails.figures(),
                 **{name: float(number) for name, number in self._ledger.counts().items()},
             }
         return Node(
@@ -708,4 +725,11 @@ class Learner:
             await asyncio.sleep(1.0)
 
     def _summary(self) -> Finished:
-        return summarize(self._session.head, self._rewards, self._ledger.counts(), self._seconds(), done=self._done())
+        return summarize(
+            self._session.head,
+            self._rewards,
+            self._ledger.counts(),
+            self._tails.figures(),
+            self._seconds(),
+            done=self._done(),
+        )

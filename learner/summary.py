@@ -12,6 +12,7 @@ from broker.registry import Registry
 from broker.store import Store
 from learner.checkpoint import Checkpoint
 from learner.ledger import Ledger
+from learner.tails import Tails
 
 TARGET_STEPS = 5
 """`target_reward` is compared with the mean reward of this many steps."""
@@ -26,6 +27,8 @@ class Finished:
     reward_first5: float
     reward_last5: float
     groups: dict[str, int]
+    tails: dict[str, float]
+    """Lengths and durations of the groups, by what became of them (`Tails.figures`)."""
     head: int
     adapter_key: str
     adapter_name: str
@@ -35,11 +38,13 @@ class Finished:
     def to_json(self) -> dict[str, Any]:
         """One flat JSON object, as `farflung up --json` prints it."""
         plain = asdict(self)
-        del plain["groups"]
-        return plain | {f"groups_{name}": number for name, number in self.groups.items()}
+        del plain["groups"], plain["tails"]
+        return plain | {f"groups_{name}": number for name, number in self.groups.items()} | self.tails
 
 
-def summarize(head: Head, rewards: Sequence[float], groups: dict[str, int], seconds: float, *, done: bool) -> Finished:
+def summarize(
+    head: Head, rewards: Sequence[float], groups: dict[str, int], tails: dict[str, float], seconds: float, *, done: bool
+) -> Finished:
     """Put a summary together from a run's head and its history."""
     return Finished(
         run=head.run,
@@ -47,6 +52,7 @@ def summarize(head: Head, rewards: Sequence[float], groups: dict[str, int], seco
         reward_first5=_mean(rewards[:TARGET_STEPS]),
         reward_last5=_mean(rewards[-TARGET_STEPS:]),
         groups=groups,
+        tails=tails,
         head=head.head,
         adapter_key=head.adapter.key if head.adapter else "",
         adapter_name=head.adapter.name if head.adapter else "",
@@ -63,12 +69,14 @@ async def summary_of(registry: Registry, store: Store, run: str) -> Finished:
     head = found[0]
     rewards: list[float] = []
     counts = Ledger().counts()
+    tails = Tails()
     seconds = 0.0
     if head.checkpoint is not None:
         checkpoint = decode(await store.get(head.checkpoint), Checkpoint)
         rewards, seconds = checkpoint.rewards, checkpoint.seconds
         counts = Ledger.from_state(checkpoint.ledger).counts()
-    return summarize(head, rewards, counts, seconds, done=head.state == "finished")
+        tails = Tails.from_state(checkpoint.tails)
+    return summarize(head, rewards, counts, tails.figures(), seconds, done=head.state == "finished")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,9 @@ from broker.registry import Registry
 from broker.store import Store, StoreAddress
 from deploy.servers import Server, nats_launch, store_launch
 from tests.tiny import build_tiny_model
+
+if TYPE_CHECKING:
+    from tests.fleet import Fleet
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +63,13 @@ async def store(store_server: Server) -> AsyncIterator[Store]:
     await store.open()
     yield store
     store.close()
+
+
+@pytest.fixture
+async def fleet(nats_server: Server, store_server: Server, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Fleet]:
+    from tests.fleet import Fleet  # loads torch, which most tests do without
+
+    fleet = Fleet(nats_server.launch.url, store_server.launch.url, tiny_model, tmp_path)
+    await fleet.open()
+    yield fleet
+    await fleet.close()

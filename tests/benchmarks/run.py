@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.benchmarks import measure
 
-BENCHMARKS = ("transport", "learner", "engine")
+BENCHMARKS = ("transport", "protocol", "learner", "engine")
 
 
 def main() -> None:

@@ -235,3 +235,28 @@ async def test_a_task_that_uses_up_its_deliveries_is_told_of(bus: Bus) -> None:
     await until(lambda: told == [receipt.sequence])
     kept = await bus.jetstream.get_msg(names.tasks_stream("giveup"), receipt.sequence)
     assert kept.subject == names.task_subject("giveup", "g"), "it stays in the queue until somebody closes it"
+
+
+async def test_taking_gets_what_is_there_at_once_a_redelivered_message_too_and_waits_for_nothing(bus: Bus) -> None:
+    await bus.ensure_stream(tasks_config("take"))
+    puller = await bus.puller(names.tasks_stream("take"), actors_consumer(30.0))
+    assert await puller.take() is None
+    assert await puller.waiting() == 0
+    for group in ("g1", "g2"):
+        await bus.publish(names.task_subject("take", group), task(group), id=group)
+    assert await puller.waiting() == 2
+    first, second = await puller.take(), await puller.take()
+    assert first is not None
+    assert second is not None
+    assert [first.attempt, second.attempt] == [1, 1]
+    assert await puller.take() is None
+    await first.release()
+    again = None
+    while again is None:
+        again = await puller.take()
+    assert (again.subject, again.attempt) == (first.subject, 2)
+    await bus.delete_consumers(names.tasks_stream("take"), keep="none")
+    with pytest.raises(ConsumerGone):
+        await puller.take()
+    with pytest.raises(ConsumerGone):
+        await puller.waiting()

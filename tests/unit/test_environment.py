@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import tomllib
@@ -157,3 +158,43 @@ def test_the_guessing_game_rewards_few_turns() -> None:
     said, last = play("no idea", "1", "2", "3")
     assert said[0].startswith("That is no number")
     assert (last.reward, last.done) == (0.0, True)
+
+
+async def test_a_coroutine_that_will_not_be_cancelled_is_left_alone_after_its_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.calls.CANCEL_GRACE", 0.05)
+    began, released = asyncio.Event(), asyncio.Event()
+
+    async def stubborn() -> None:
+        began.set()
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+
+    calling = asyncio.create_task(call_user_code(stubborn))
+    await began.wait()
+    calling.cancel()
+    done, _ = await asyncio.wait([calling], timeout=10)
+    assert done
+    assert calling.cancelled()
+    released.set()
+
+
+async def test_a_coroutine_that_is_cancelled_cleans_up_before_anything_else_happens() -> None:
+    began, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def tidy() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.set()
+
+    calling = asyncio.create_task(call_user_code(tidy))
+    await began.wait()
+    calling.cancel()
+    await asyncio.wait([calling], timeout=10)
+    assert calling.cancelled()
+    assert cleaned.is_set()

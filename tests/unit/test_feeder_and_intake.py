@@ -18,6 +18,7 @@ from learner.credit import CreditRule
 from learner.feeder import Feeder, task_seed
 from learner.intake import Intake
 from learner.ledger import Ledger
+from learner.tails import Tails
 from tests.unit.test_learner_parts import head
 from tests.waiting import until
 
@@ -163,14 +164,14 @@ def ready(group: str, data: bytes, *, version: int = 0, incarnation: str = "i") 
     ref = reference("runs/r/i/groups/x", data)
     return GroupReady(
         run="r", incarnation=incarnation, group=group, index=0, version=version, adapter=None, key=ref.key,
-        size=ref.size, sha256=ref.sha256, rewards=[0.0, 1.0], lengths=[1, 1], seconds={}, actor="a",
+        size=ref.size, sha256=ref.sha256, rewards=[0.0, 1.0], lengths=[1, 1], seconds={"group": 4.0}, actor="a",
     )  # fmt: skip
 
 
 def failed(group: str, failure: str = "environment") -> GroupFailed:
     return GroupFailed(
         run="r", incarnation="i", group=group, index=0, version=0, failure=failure, reason="it broke",  # type: ignore[arg-type]
-        lengths=[5, 6], seconds={}, actor="a",
+        lengths=[5, 6], seconds={"group": 9.0}, actor="a",
     )  # fmt: skip
 
 
@@ -181,6 +182,7 @@ class Desk:
         self.bus, self.store, self.ledger, self.buffer = StubBus(), StubStore(), Ledger(), Buffer()
         for group in open_groups:
             self.ledger.issue(group)
+        self.tails = Tails()
         self.puller = StubPuller([])
         self.sequence = 0
         self.intake = Intake(
@@ -192,6 +194,7 @@ class Desk:
             self.buffer,
             feeder(self.bus, self.ledger),
             CreditRule(groups_per_step=2, max_staleness=1, publish_every=1),
+            tails=self.tails,
             on_change=lambda: None,
         )
 
@@ -290,7 +293,17 @@ async def test_a_group_that_is_too_stale_is_dropped_and_its_lengths_are_kept() -
     [delivery] = await desk.receive(ready("g", blob_of("g", 3), version=3))
     assert delivery.acked
     assert desk.ledger.closed["dropped"] == 1
-    assert desk.intake.dropped_lengths == [1, 1]
+    figures = desk.tails.figures()
+    assert (figures["dropped_tokens_mean"], figures["dropped_seconds_mean"]) == (1.0, 4.0)
+
+
+async def test_a_group_that_was_cancelled_for_its_age_is_dropped_with_what_it_had_sampled_and_taken() -> None:
+    desk = Desk("g")
+    await desk.receive(failed("g", "stale"))
+    figures = desk.tails.figures()
+    assert (figures["dropped_tokens_mean"], figures["dropped_seconds_mean"]) == (5.5, 9.0)
+    await desk.receive(failed("g", "stale"))
+    assert desk.tails.figures() == figures, "only what is closed is counted"
 
 
 async def test_failures_are_counted_by_kind_and_in_a_row() -> None:
