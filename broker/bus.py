@@ -69,7 +69,7 @@ class StreamFull(FarflungError):
 
 
 class ConsumerGone(FarflungError):
-    """The consumer was deleted: another learner took over, or the run was deleted."""
+    """The consumer or its stream is gone: another learner took over, the run was deleted, or the broker lost it."""
 
 
 class Delivery:
@@ -381,9 +381,12 @@ class Bus:
     async def subjects_held(self, stream: str) -> set[str]:
         """The subjects of every message the stream holds, delivered and unacknowledged ones included.
 
-        Raises ConnectionFailed.
+        Raises ConsumerGone when there is no such stream, ConnectionFailed.
         """
-        info = await self.answered(f"for {stream}", lambda: self.jetstream.stream_info(stream, subjects_filter=">"))
+        try:
+            info = await self.answered(f"for {stream}", lambda: self.jetstream.stream_info(stream, subjects_filter=">"))
+        except nats.js.errors.NotFoundError as error:
+            raise ConsumerGone(f"the stream {stream} is gone") from error
         return set(info.state.subjects or {})
 
     async def puller(self, stream: str, config: ConsumerConfig) -> Puller:
@@ -403,8 +406,14 @@ class Bus:
         return Puller(self.jetstream, subscription, stream, name)
 
     async def delete_consumers(self, stream: str, *, keep: str) -> list[str]:
-        """Delete every consumer of `stream` but `keep`; returns their names. Raises ConnectionFailed."""
-        infos = await self.answered(f"for {stream}", lambda: self.jetstream.consumers_info(stream))
+        """Delete every consumer of `stream` but `keep`; returns their names.
+
+        Raises ConsumerGone when there is no such stream, ConnectionFailed.
+        """
+        try:
+            infos = await self.answered(f"for {stream}", lambda: self.jetstream.consumers_info(stream))
+        except nats.js.errors.NotFoundError as error:
+            raise ConsumerGone(f"the stream {stream} is gone") from error
         others = [str(info.name) for info in infos if info.name != keep]
         for name in others:
             with contextlib.suppress(nats.js.errors.NotFoundError):

@@ -13,7 +13,7 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from broker import faults, names
-from broker.bus import MAX_DELIVERIES, Bus, advisory_sequence
+from broker.bus import MAX_DELIVERIES, Bus, ConsumerGone, advisory_sequence
 from broker.errors import ConnectionFailed, Fenced, MalformedMessage, ObjectMissing, StoreError
 from broker.messages import BlobRef
 from broker.runspec import RunSpec
@@ -97,7 +97,7 @@ class Janitor:
                 continue
             if why is not None:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
-            with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed):
+            with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed, ConsumerGone):
                 await self._expire_overdue()
             if self._clock() - self._inspected > INSPECT_SECONDS:
                 self._inspected = self._clock()

@@ -154,10 +154,14 @@ class Learner:
             goes_on = not self._restart and self._origin is None
             if found is not None and goes_on and finished(found[0], self.spec):
                 return await summary_of(self._registry, self._store, found[0].run)
-            await self._prepare(await self._claim())
+            claimed = await self._claim()
+            self._session = Session(self._registry, self._store, claimed)
             try:
+                await self._prepare(claimed)
                 return await self._train_to_the_end()
-            except (Fenced, ConsumerGone):
+            except (ConsumerGone, RegistryConflict) as error:
+                raise await self._cause_of(error) from error
+            except Fenced:
                 raise
             except RunFailed as error:
                 with contextlib.suppress(Fenced):
@@ -214,7 +218,6 @@ class Learner:
 
     async def _prepare(self, claimed: Claim) -> None:
         """Streams, state, policy, and the tasks and groups that the broker still holds."""
-        self._session = Session(self._registry, self._store, claimed)
         faults.reached("learner.claimed")
         head, run = claimed.head, self.spec.run.name
         self._detail = "loading the model"
@@ -356,23 +359,20 @@ class Learner:
         try:
             await asyncio.wait([training, *others], return_when=asyncio.FIRST_COMPLETED)
             for task in [training, *others]:
-                if task.done() and not task.cancelled() and task.exception() is not None:
-                    await self._raise_cause(task.exception())
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
             return training.result()
         finally:
             await end(training, *others)
 
-    async def _raise_cause(self, error: BaseException | None) -> None:
-        """A consumer that is gone, or a lost compare-and-set, mean another epoch: say that."""
-        if isinstance(error, ConsumerGone | RegistryConflict) and (why := await self._session.fenced()):
-            raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
-        if isinstance(error, ConsumerGone):
-            raise BrokerLost(
-                f"{error}, and no other learner is the cause: the broker has lost it. Start the learner again: it goes "
-                "on from the last commit"
-            ) from error
-        if error is not None:
-            raise error
+    async def _cause_of(self, error: ConsumerGone | RegistryConflict) -> Fenced:
+        """What a consumer that is gone, or a lost compare-and-set, means: another epoch, or a broker that forgot."""
+        if why := await self._session.fenced():
+            return Fenced(f"{why}. Nothing that this learner had not committed counts")
+        return BrokerLost(
+            f"{error}, and no other learner is the cause: the broker has lost it. Start the learner again: it goes on "
+            "from the last commit"
+        )
 
     async def _leave(self) -> None:
         """Going away on purpose: the next learner need not wait for this one's presence to fade."""

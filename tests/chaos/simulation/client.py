@@ -428,9 +428,9 @@ class KeyValue:
 
     async def status(self) -> Any:
         def look() -> Any:
-            return SimpleNamespace(
-                stream_info=SimpleNamespace(created="once", state=SimpleNamespace(last_seq=self._there().last_sequence))
-            )
+            bucket = self._there()
+            state = SimpleNamespace(last_seq=bucket.last_sequence)
+            return SimpleNamespace(stream_info=SimpleNamespace(created=bucket.created, state=state))
 
         return await self._ask(look)
 

@@ -55,11 +55,12 @@ class Referee:
         self.on_violation: Callable[[], None] = lambda: None
         self.head: Head | None = None
         self._versions: dict[int, VersionRecord] = {}
-        self._writers: dict[int, str] = {}
+        self._writers: dict[tuple[str, int], str] = {}
         self._commits: dict[str, Commit] = {"": Commit(0, 0, frozenset(), [], frozenset())}
         """By the checkpoint's key."""
         self._confirmed: dict[str, set[str]] = {}
         self.commits = 0
+        self.broker_was_wiped = False
 
     def fail(self, what: str) -> None:
         self.violations.append(what)
@@ -92,8 +93,12 @@ class Referee:
     def _on_head(self, new: Head) -> None:
         old, self.head = self.head, new
         writer, _ = self._who()
-        if self._writers.setdefault(new.epoch, writer) != writer:
-            self.fail(f"epoch {new.epoch} is {self._writers[new.epoch]}'s, and {writer} wrote in it")
+        if old is not None and new.incarnation != old.incarnation:
+            if not self.broker_was_wiped or self.commits:
+                self.fail(f"incarnation {new.incarnation} took the place of {old.incarnation}, which had commits")
+            old = None  # nothing knew of it any more
+        if self._writers.setdefault((new.incarnation, new.epoch), writer) != writer:
+            self.fail(f"epoch {new.epoch} is not {writer}'s, who wrote in it")
         if new.active > new.head:
             self.fail(f"version {new.active} is active, the newest committed is {new.head}")
         named = {ref.version for ref in new.live}
@@ -108,14 +113,19 @@ class Referee:
             return
         if new.epoch < old.epoch:
             self.fail(f"epoch {new.epoch} was written after epoch {old.epoch}")
-        if new.epoch == old.epoch and new.active < old.active and not self._objects.forgotten:
+        if (
+            new.epoch == old.epoch
+            and new.active < old.active
+            and not self._objects.forgotten
+            and not self.broker_was_wiped
+        ):
             self.fail(f"version {new.active} became active after {old.active}")
         before = old.checkpoint.key if old.checkpoint else ""
         after = new.checkpoint.key if new.checkpoint else ""
         if after == before:
             return
         if after in self._commits:
-            if not self._objects.forgotten:
+            if not self._objects.forgotten and not self.broker_was_wiped:
                 self.fail(f"the head went back from step {old.step} to {new.step}, and the store has lost nothing")
             return
         self._on_commit(old, new, self._commits[before])

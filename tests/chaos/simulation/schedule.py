@@ -18,6 +18,7 @@ KINDS = (
     ("pause at a point", 4),
     ("take over", 3),
     ("broker restarts", 3),
+    ("broker is wiped", 2),
     ("network is flaky", 4),
     ("store is away", 2),
     ("store is full", 2),

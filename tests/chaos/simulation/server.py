@@ -227,6 +227,7 @@ class Bucket:
     """A KV bucket: the newest value of each key, None for a deleted one."""
 
     ttl: float
+    created: float = 0.0
     entries: dict[str, tuple[bytes | None, int, float]] = field(default_factory=dict)
     last_sequence: int = 0
     watchers: list[Callable[[str, bytes | None, int], None]] = field(default_factory=list)
@@ -334,6 +335,15 @@ class Server:
         for stream in self.streams.values():
             held = {message.headers.get("Nats-Msg-Id", "") for message in stream.messages.values()}
             stream.ids = {id: seen for id, seen in stream.ids.items() if id in held}
+
+    def wipe(self) -> None:
+        """All that was stored is gone. The buckets are made anew at once, as the next component to start would."""
+        for stream in self.streams.values():
+            for name in list(stream.consumers):
+                stream.delete_consumer(name)
+        self.streams.clear()
+        for name, bucket in self.buckets.items():
+            self.buckets[name] = Bucket(bucket.ttl, self.timers.time())
 
     # ------------------------------------------------------------------------------------------------------ buckets
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import actors.replica as actor_replica
 import router.service as router_service
 from actors.replica import Replica
 from actors.service import Actor
-from broker import faults, messages
-from broker.bus import Bus, ConsumerGone
+from broker import faults, messages, registry
+from broker.bus import Bus
 from broker.errors import ConnectionFailed, FarflungError, Fenced, RunConflict, RunFailed, StoreError
 from broker.models import ModelFiles
 from broker.registry import Registry
@@ -48,7 +49,7 @@ RUN = "r"
 PATIENCE = 900.0
 """Virtual seconds that the run has to finish once the last fault is over."""
 
-EXPECTED_ENDS = (Fenced, RunConflict, ConnectionFailed, StoreError, RunFailed, ConsumerGone)
+EXPECTED_ENDS = (Fenced, RunConflict, ConnectionFailed, StoreError, RunFailed)
 """With these a learner may leave; whoever looks after it starts it again."""
 
 MODEL = ModelFiles(name="played", directory=HERE, context=512, fingerprint="f" * 16)
@@ -336,9 +337,13 @@ class World:
             self._pause(process, fault.seconds)
         elif kind == "take over":
             self._start("learner", take_over=True)
-        elif kind == "broker restarts":
+        elif kind in ("broker restarts", "broker is wiped"):
             self.say(f"the broker goes away for {fault.seconds:.1f} s")
             self._absences += 1
+            if kind == "broker is wiped":
+                self.say("and loses everything it had")
+                self.server.wipe()
+                self.referee.broker_was_wiped = True
             self.loop.in_world(fault.seconds, self._broker_returns)
             for connection in self._connections:
                 connection.break_off()
@@ -468,6 +473,8 @@ def quiet() -> None:
     logging.getLogger("asyncio").disabled = True
     # What the services did only to look after idle times is done less often; no decision depends on how often.
     router_service.TICK_SECONDS = 0.5
+    actor_replica.BEAT_SECONDS = 1.0
+    registry.REREAD_SECONDS = 5.0
     # The same bytes are read by many. What they decode to is frozen, so it is decoded once.
     messages._unpack = lru_cache(maxsize=1024)(messages._unpack)
     gc.freeze()
