@@ -28,7 +28,7 @@ FORKS.set_forkserver_preload(
     ]
 )  # fmt: skip
 
-PATIENCE = 90.0
+PATIENCE = 120.0
 """Seconds for anything to happen before it counts as hung: many times what it takes on two busy cores."""
 
 

@@ -52,7 +52,7 @@ class Scene:
         plain: dict[str, dict[str, object]] = {
             "run": {"steps": STEPS},
             "algorithm": {"group_size": 4, "groups_per_step": GROUPS, "max_staleness": 1},
-            "fleet": {"name": self.run, "lease_seconds": LEASE_SECONDS, "activation_timeout": 2.0},
+            "fleet": {"name": self.run, "lease_seconds": LEASE_SECONDS},
         }
         for section, changes in sections.items():
             plain[section] = {**plain.get(section, {}), **changes}
@@ -104,8 +104,9 @@ class Scene:
         return found[0]
 
     async def commits(self) -> list[Checkpoint]:
-        """Every commit, oldest first, as the head leads back to them."""
-        return await recorded_steps(self.store, await self.head())
+        """Every commit so far, oldest first, as the head leads back to them."""
+        head = await self.head()
+        return await recorded_steps(self.store, head) if head.step else []
 
     async def versions(self) -> list[VersionRecord]:
         """Every version record, oldest first."""
