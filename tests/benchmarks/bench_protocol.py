@@ -31,7 +31,7 @@ from broker.store import Store, StoreAddress
 from deploy.servers import Server, nats_launch, store_launch
 from learner.activation import Activation, Pace, ReplicaView
 from learner.buffer import Buffer, Held
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, replace_head
 from learner.credit import CreditRule
 from learner.janitor import Leases
@@ -147,7 +147,8 @@ async def commit(session: Session, policy: Policy, acks: list[object], timings: 
         checkpoint = Checkpoint(
             run=session.run, incarnation=session.head.incarnation, step=step, version=step, weights=adapter.blob,
             optimizer=optimizer_ref, ledger=a_ledger().to_state(), rewards=[0.5] * 100, tails=Tails().to_state(),
-            trained=[f"bench-00000000-{number:08d}" for number in range(GROUPS_PER_STEP)], seconds=1.0,
+            trained=[TrainedGroup(f"bench-00000000-{number:08d}", adapter.blob) for number in range(GROUPS_PER_STEP)],
+            seconds=1.0,
         )  # fmt: skip
         state = checkpoint.encode()
     ref = await session.store_blob(step, "state", state)
@@ -228,7 +229,7 @@ async def bench_resume(
             old = await registry.head(run)
             assert old is not None
             head = replace_head(old[0], epoch=old[0].epoch + 1)
-            found = head, await registry.set_head(head, old[1])
+            revision = await registry.set_head(head, old[1])
         with timings.part("streams"):
             await bus.ensure_stream(tasks_config(run))
             await bus.ensure_stream(groups_config(run, window=64))
@@ -236,16 +237,16 @@ async def bench_resume(
             await bus.delete_consumers(groups, keep=str(config.durable_name))
             puller = await bus.puller(groups, config)
         with timings.part("commit's objects"):
-            again = Session(registry, store, Claim(found[0], found[1], created=False))
+            again = Session(registry, store, Claim(head, revision, created=False))
             newest = await again.newest_intact()
         assert newest is not None
-        checkpoint, _, weights, optimizer = newest[:4]
+        assert newest.optimizer is not None
         with timings.part("weights"):
-            policy.load_adapter_bytes(weights)
+            policy.load_adapter_bytes(newest.weights)
         with timings.part("optimizer"):
-            policy.load_optimizer_bytes(optimizer)
+            policy.load_optimizer_bytes(newest.optimizer)
         with timings.part("ledger"):
-            Ledger.from_state(checkpoint.ledger)
+            Ledger.from_state(newest.checkpoint.ledger)
         with timings.part("what is held"):
             await bus.subjects_held(tasks)
             await bus.subjects_held(groups)
