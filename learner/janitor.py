@@ -189,12 +189,17 @@ class Janitor:
                 keep_hours=storage.keep_groups_hours,
                 grace_hours=storage.grace_hours,
             )
-            for objects, newest in ((versions, head.head), (checkpoints, head.step)):
+            # The newest versions were made by this many steps, and each of those steps has a checkpoint.
+            steps = storage.keep_versions * self._spec.algorithm.publish_every
+            for objects, newest, keep in (
+                (versions, head.head, storage.keep_versions),
+                (checkpoints, head.step, steps),
+            ):
                 doomed += removable_versions(
                     objects,
                     newest=newest,
                     referenced=kept,
-                    keep=storage.keep_versions,
+                    keep=keep,
                     now=now,
                     grace_hours=storage.grace_hours,
                 )
@@ -202,7 +207,7 @@ class Janitor:
                 copies,
                 incarnation=head.incarnation,
                 newest=head.step,
-                keep=storage.keep_versions,
+                keep=steps,
                 now=now,
                 grace_hours=storage.grace_hours,
             )

@@ -233,6 +233,8 @@ class Session:
     async def activate(self, version: int) -> None:
         """Make `version` the one the fleet serves. Raises Fenced."""
         faults.reached("learner.before_activation")
+        for skipped in range(self._head.active + 1, version):
+            self.adapters.pop(skipped, None)  # superseded before it was active: nothing was sampled under it
         await self.write(active=version, detail="")
         faults.reached("learner.after_activation")
         wanted = {ref.version for ref in self._head.live}

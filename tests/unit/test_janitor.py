@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker import names
@@ -65,3 +66,30 @@ async def test_a_store_that_is_away_is_looked_after_another_time(caplog: pytest.
     store.away = True
     await janitor(store, [adapter(2, b"two")], {2: b"two"})._put_back()
     assert "not looked after" in caplog.text
+
+
+class ListingStore(StubStore):
+    """Everything in it was written two days before the newest."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__()
+        self.keys = keys
+
+    async def list(self, prefix: str) -> list[tuple[str, float]]:
+        newest = max(self.keys)
+        return [(key, 2 * 86400.0 if key == newest else 0.0) for key in self.keys if key.startswith(prefix)]
+
+    async def remove(self, key: str) -> None:
+        self.keys.remove(key)
+
+
+async def test_the_steps_between_two_kept_versions_keep_their_checkpoints() -> None:
+    prefix = names.run_prefix("r", "i")
+    store = ListingStore([f"{prefix}/checkpoints/{step:06d}/state.{'0' * 64}" for step in range(1, 21)])
+    subject = janitor(store, [], {})
+    storage = msgspec.structs.replace(SPEC.storage, keep_versions=2)
+    algorithm = msgspec.structs.replace(SPEC.algorithm, publish_every=4)
+    subject._spec = msgspec.structs.replace(SPEC, storage=storage, algorithm=algorithm)
+    subject._session.head = head(head=5, active=5, step=20, live=[])  # type: ignore[misc]
+    await subject._sweep()
+    assert [int(key.split("/")[4]) for key in store.keys] == list(range(13, 21))

@@ -128,3 +128,10 @@ def test_a_checkpoint_names_the_very_bytes_of_its_groups_and_the_checkpoint_befo
         ("g1", BlobRef(key="k", size=1, sha256="0" * 64)),
     ], "in the order they were packed"
     assert there.previous == before
+
+
+async def test_a_version_that_was_superseded_before_it_was_active_is_not_live() -> None:
+    start = head(head=8, active=5, step=8, max_staleness=3, live=[ref(version) for version in (4, 5, 6, 7, 8)])
+    subject = Session(StubRegistry(start), MemoryStore(), Claim(start, 1, created=False))  # type: ignore[arg-type]
+    await subject.activate(8)
+    assert [one.version for one in subject.head.live] == [5, 8]
