@@ -30,6 +30,7 @@ class Fixture:
         self.bus = StubBus()
         self.now = 100.0
         self.present = list(replicas)
+        self.context = 512
         bus: Any = self.bus
         registry: Any = None
         self.router = RouterService(bus, registry, fleet="f", id="router", clock=lambda: self.now)
@@ -37,7 +38,10 @@ class Fixture:
         self.take_in()
 
     def take_in(self) -> list[str]:
-        nodes = [SimpleNamespace(id=id, confirmed=[], state="ready", cache_tokens=4096) for id in self.present]
+        nodes = [
+            SimpleNamespace(id=id, confirmed=[], state="ready", cache_tokens=4096, block=16, context=self.context)
+            for id in self.present
+        ]
         roster: Any = SimpleNamespace(present=lambda kind, fleet: nodes)
         return self.router._take_in(roster)
 
