@@ -9,7 +9,7 @@ State.
 Rules.
 1. *Eligible* is a replica that takes requests, is not failing, and has confirmed the request's adapter.
 2. *Blocks.* A prompt is cut in blocks of the replica's block size, whose hashes are chained and begin with the
-   adapter's name and the cache salt (`broker.blocks`). Leading blocks in which prompts fork are common (templates, system
+   adapter's name and the cache salt (`broker.blocks`). Leading blocks in which prompts fork are common (system
    prompts) and do not decide. How many replicas hold a block does not matter.
 3. *Load* is work still to do, in prefilled tokens: of each unfinished request the prompt tokens that were not cached
    plus DECODE_COST times the tokens it will probably sample; and the reserved work of siblings that have not come.
