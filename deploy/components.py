@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
-from broker.errors import ConfigError, ServerError
+from broker.ending import end
+from broker.errors import ConfigError, ModelError, ServerError
 from broker.messages import Head
 from broker.models import cache_root, resolve
 from broker.registry import Registry
@@ -23,6 +24,8 @@ from deploy.running import connected, log
 
 if TYPE_CHECKING:
     from router.face import Face
+    from router.fleet import FleetFace
+    from router.service import RouterService
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,41 @@ async def router(connection: Connection, options: RouterOptions, id: str) -> int
         service = RouterService(
             bus, registry, fleet=name, id=id, spill=options.spill, max_bytes=options.mirror_mb * 1_000_000
         )
-        await service.run()
+        if options.http is None:
+            await service.run()
+        else:
+            await _with_face(bus, registry, service, options)
     return 0
+
+
+async def _with_face(bus: Bus, registry: Registry, service: RouterService, options: RouterOptions) -> None:
+    """Run a router and its HTTP face."""
+    from router.fleet import FleetFace
+
+    host, port = address(options.http or "")
+    face = FleetFace(bus, registry, service, token=options.token)
+    await listen(face, host, port)
+    parts = [
+        asyncio.create_task(part) for part in (service.run(), face.run(), _find_tokenizer(face, registry, options))
+    ]
+    try:
+        await asyncio.gather(*parts)
+    finally:
+        await end(*parts)
+
+
+async def _find_tokenizer(face: FleetFace, registry: Registry, options: RouterOptions) -> None:
+    """Give the face the tokenizer of the fleet's base model. Without one it takes token ids alone, and says why."""
+    model = options.model
+    if model is None:
+        face.no_tokenizer = "no run tells the base model yet; name it with --model"
+        model = str((await _only_head(registry, options.fleet)).spec["run"]["model"])
+    try:
+        files = await asyncio.to_thread(resolve, model, log.info)
+        face.tokenizer = await asyncio.to_thread(ChatTokenizer.from_directory, files.directory)
+    except ModelError as error:
+        face.no_tokenizer = f"{error}; name the model with --model"
+        log.warning("the HTTP face takes token ids alone: %s", error)
 
 
 async def stand_alone(options: RouterOptions) -> int:

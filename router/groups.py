@@ -107,11 +107,16 @@ class Groups:
         self._open.pop(old_key, None)
         return group, old
 
-    def join(self, key: Key, group: Group, slot: int, now: float) -> None:
-        """A further member has been placed at `slot`, which is the group's home from now on, reservation and all."""
-        group.came += 1
+    def join(self, key: Key, group: Group, slot: int, now: float, *, again: bool = False) -> None:
+        """A further member has been placed at `slot`, which is the group's home from now on, reservation and all.
+
+        `again`: it is no further one, but one that came before.
+        """
         group.since = now
         group.home = slot
+        if again:
+            return
+        group.came += 1
         if group.missing > 0:
             group.missing = max(0.0, group.missing - 1.0)
             group.reserved = float(round(group.missing * group.each))

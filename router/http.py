@@ -153,8 +153,10 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(HTTPStatus.NOT_IMPLEMENTED, "this server upgrades to no other protocol")
+        except httptools.HttpParserUpgrade as upgrade:  # an offer, which is not taken: the connection goes on as it was
+            self._parser = httptools.HttpRequestParser(self)
+            if rest := data[upgrade.args[0] :]:
+                self.data_received(rest)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             status = cause.status if isinstance(cause, _TooLarge) else HTTPStatus.BAD_REQUEST

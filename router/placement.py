@@ -33,6 +33,7 @@ A placement takes time in the prompt's length only: replicas are looked at in th
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +63,9 @@ MAX_BYTES = 1 << 30
 
 TYPICAL_WORK = 1024.0
 """The work of a request of which only its id is known, until a first one was placed here."""
+
+RECENT = 16_384
+"""Requests whose ids are remembered, so that one that is placed again does not count as another sibling."""
 
 HOLDERS_COMPARED = 32
 """Replicas with a common prefix that are compared at most, so that a large fleet costs no more than a small one."""
@@ -143,6 +147,7 @@ class Placer:
         self._typical = TYPICAL_WORK
         """Mean work of a request."""
         self._placed = 0
+        self._recent: OrderedDict[str, None] = OrderedDict()
         self.placements: dict[Kind, int] = {"affinity": 0, "spill": 0, "unmatched": 0}
         self.prompt_tokens = 0
         """Prompt tokens of the requests that have ended well."""
@@ -286,9 +291,12 @@ class Placer:
         else:
             if group.reserved:
                 self._add(group.home, -group.reserved)
-            self._groups.join(key, group, chosen, now)
+            self._groups.join(key, group, chosen, now, again=request.id in self._recent)
         if group.reserved:
             self._loads[chosen] += group.reserved
+        self._recent[request.id] = None
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
         self.placements[kind] += 1
         return Placement(state.name, kind, cached, work, group.reserved)
 

@@ -131,7 +131,7 @@ class RouterService:
         self._clock = clock
         self._max_waiting = max_waiting
         self._wait_seconds = wait_seconds
-        self._placer = Placer(spill=spill, max_bytes=max_bytes)
+        self.placer = Placer(spill=spill, max_bytes=max_bytes)
         self._forwarded: dict[str, _Forwarded] = {}
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._heard: dict[str, tuple[int, float]] = {}
@@ -145,6 +145,11 @@ class RouterService:
         """Requests that were answered with an error here."""
         self.lost_replicas = 0
         """Replicas that died or went silent."""
+
+    @property
+    def context(self) -> int:
+        """The longest context of the fleet's replicas in tokens; 0 while none says."""
+        return max(self._contexts.values(), default=0)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -176,7 +181,7 @@ class RouterService:
 
     def readings(self) -> dict[str, float]:
         """Figures for people, by name."""
-        placer = self._placer
+        placer = self.placer
         return {
             "waiting": float(len(self._waiting)),
             "inflight": float(len(self._forwarded)),
@@ -192,10 +197,10 @@ class RouterService:
 
     def loads(self) -> dict[str, float]:
         """Work that each replica is believed to have left, in prefilled tokens."""
-        return {replica: self._placer.load(replica) for replica in self._placer.replicas()}
+        return {replica: self.placer.load(replica) for replica in self.placer.replicas()}
 
     def _gauges(self) -> dict[str, float]:
-        placer = self._placer
+        placer = self.placer
         return {
             "farflung.router.waiting": float(len(self._waiting)),
             "farflung.router.inflight": float(len(self._forwarded)),
@@ -256,8 +261,8 @@ class RouterService:
             for replica in self._take_in(roster):
                 await self._lose(replica, "gone")
             self._forget_strangers()
-            self._placer.expire(self._clock())
-            for replica in self._placer.replicas():
+            self.placer.expire(self._clock())
+            for replica in self.placer.replicas():
                 _, heard = self._heard[replica]
                 if self._clock() - heard > SILENT_SECONDS:
                     await self._lose(replica, "silent")
@@ -272,21 +277,21 @@ class RouterService:
             # A node record outlives its replica by seconds: only one that also reports its load stays in use.
             _, heard = self._heard.setdefault(replica, (-1, now))
             self._contexts[replica] = node.context
-            self._placer.update_replica(
+            self.placer.update_replica(
                 replica,
                 confirmed=node.confirmed,
                 accepts=node.state == "ready" and replica not in self._failing and now - heard <= SILENT_SECONDS,
                 cache_tokens=node.cache_tokens,
                 block=node.block,
             )
-        gone = [replica for replica in self._placer.replicas() if replica not in present]
+        gone = [replica for replica in self.placer.replicas() if replica not in present]
         for replica in gone:
             self._heard.pop(replica, None)
         return gone
 
     def _forget_strangers(self) -> None:
         """Forget replicas that reported without being present, once they are silent."""
-        known = set(self._placer.replicas())
+        known = set(self.placer.replicas())
         for replica, (_, heard) in list(self._heard.items()):
             if replica not in known and self._clock() - heard > SILENT_SECONDS:
                 del self._heard[replica]
@@ -298,7 +303,7 @@ class RouterService:
         self._contexts.pop(replica, None)
         if (failing := self._failing.pop(replica, None)) and failing.probe is not None:
             failing.probe.cancel()
-        orphans = self._placer.remove_replica(replica)
+        orphans = self.placer.remove_replica(replica)
         self.lost_replicas += 1
         if orphans:
             log.warning("replica %s is %s: placing its %d requests elsewhere", replica, why, len(orphans))
@@ -309,7 +314,7 @@ class RouterService:
 
     def _take_out(self, replica: str, run: str) -> None:
         """A replica failed a request: it gets no more until it has answered a probe."""
-        if replica in self._failing or not self._placer.bar(replica):
+        if replica in self._failing or not self.placer.bar(replica):
             return
         self._failing[replica] = _Failing(run, self._clock() + PROBE_SECONDS)
         log.warning("replica %s failed a request: no more until it answers a probe", replica)
@@ -352,7 +357,7 @@ class RouterService:
 
     async def _on_request(self, message: Msg) -> None:
         request = decode(message.data, GenerateRequest)
-        owner = self._owner(request.group or request.id)
+        owner = self._owner(request.group or blake2b(request.prompt, digest_size=8).hexdigest())
         if owner != self.id and request.id not in self._forwarded and request.id not in self._waiting:
             try:
                 await self._bus.send(
@@ -405,7 +410,7 @@ class RouterService:
             log.info("request %s is with %s already", request.id, holder)
             return
         with tracing.span("route", parent=headers, request=request.id, group=request.group) as span:
-            placed = self._placer.place(
+            placed = self.placer.place(
                 Request(
                     id=request.id,
                     prompt=unpack_ids(request.prompt).astype(np.int32, copy=False),
@@ -437,7 +442,7 @@ class RouterService:
                 span.set_attribute("farflung.outcome", "waiting")
                 if self._forwarded.get(request.id) is forwarded:
                     del self._forwarded[request.id]
-                    self._placer.complete(request.id)
+                    self.placer.complete(request.id)
                     await self._wait(request, reply, headers)
                 return
             metrics.count("farflung.router.placements", 1, kind=placed.kind)
@@ -455,7 +460,7 @@ class RouterService:
                 continue  # cancelled or answered while the ones before it were sent
             if self._holder(id):
                 del self._waiting[id]
-            elif self._placer.can_serve(waiting.message.adapter):
+            elif self.placer.can_serve(waiting.message.adapter):
                 del self._waiting[id]
                 await self._place(waiting.message, waiting.reply, waiting.headers)
             elif now - waiting.since > self._wait_seconds:
@@ -465,7 +470,7 @@ class RouterService:
                     waiting.message,
                     waiting.reply,
                     f"no replica of fleet {self.fleet} has served {wanted} for {self._wait_seconds:.0f} s "
-                    f"({len(self._placer.replicas())} present)",
+                    f"({len(self.placer.replicas())} present)",
                 )
                 if not told:
                     self._waiting.setdefault(id, waiting)
@@ -493,7 +498,7 @@ class RouterService:
     async def _on_cancel(self, message: Msg) -> None:
         cancel = decode(message.data, CancelRequest)
         self._waiting.pop(cancel.id, None)
-        replica = self._placer.assigned_to(cancel.id) or self._holder(cancel.id)
+        replica = self.placer.assigned_to(cancel.id) or self._holder(cancel.id)
         if replica is not None:
             try:
                 await self._bus.send(names.replica_cancel(replica), cancel)
@@ -511,19 +516,19 @@ class RouterService:
         self._unfinished[report.replica] = unfinished
         for event in report.cache:
             if event.change == "stored":
-                self._placer.cache_stored(report.replica, event.adapter, event.blocks, event.salt)
+                self.placer.cache_stored(report.replica, event.adapter, event.blocks, event.salt)
             elif event.change == "removed":
-                self._placer.cache_removed(report.replica, event.blocks)
+                self.placer.cache_removed(report.replica, event.blocks)
             else:
-                self._placer.clear_cache(report.replica)
+                self.placer.clear_cache(report.replica)
         for done in report.completed:
             if done.ok:  # a refused one is asked again under its id
                 self._waiting.pop(done.id, None)
-            if self._placer.assigned_to(done.id) not in (None, report.replica):
+            if self.placer.assigned_to(done.id) not in (None, report.replica):
                 continue  # placed elsewhere while this replica was silent: that replica still works on it
             forwarded = self._forwarded.pop(done.id, None)
             if done.ok:
-                self._placer.complete(
+                self.placer.complete(
                     done.id,
                     output_tokens=done.output_tokens,
                     cached_tokens=min(done.cached_tokens, done.prompt_tokens),
@@ -531,10 +536,10 @@ class RouterService:
                     blocks=done.blocks,
                 )
             else:
-                self._placer.complete(done.id)
+                self.placer.complete(done.id)
             if done.fault:
                 self._take_out(report.replica, forwarded.message.run if forwarded else "")
-        assigned = self._placer.assigned(report.replica)
+        assigned = self.placer.assigned(report.replica)
         self._count_others(report, assigned)
         for id in assigned:
             forwarded = self._forwarded.get(id)
@@ -545,7 +550,7 @@ class RouterService:
             forwarded.beats_missing += 1
             if forwarded.beats_missing >= LOST_BEATS and self._clock() - forwarded.sent > LOST_SECONDS:
                 log.warning("request %s was lost on its way to %s: placing it again", id, report.replica)
-                self._placer.complete(id)
+                self.placer.complete(id)
                 del self._forwarded[id]
                 await self._place(forwarded.message, forwarded.reply, forwarded.headers)
 
@@ -556,8 +561,8 @@ class RouterService:
         work = None
         if len(report.work) == len(report.unfinished) and any(report.work):
             work = sum(work for id, work in zip(report.unfinished, report.work, strict=True) if id not in own)
-            work += sum(work for group, work in report.reserved.items() if not self._placer.knows(group))
-        self._placer.report_others(report.replica, len(others), work)
+            work += sum(work for group, work in report.reserved.items() if not self.placer.knows(group))
+        self.placer.report_others(report.replica, len(others), work)
 
 
 def _check(report: ReplicaLoad) -> None:

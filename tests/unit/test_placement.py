@@ -301,6 +301,14 @@ def test_a_request_that_is_placed_twice_counts_once() -> None:
     assert subject.assigned("a") == ["1"]
 
 
+def test_a_member_that_is_placed_again_is_not_another_sibling() -> None:
+    subject = placer("a", "b")
+    place(subject, request("1", group="g", siblings=4))
+    reserved = place(subject, request("2", group="g", siblings=4)).reserved
+    subject.complete("2")
+    assert place(subject, request("2", group="g", siblings=4)).reserved == reserved
+
+
 def test_an_unknown_request_ends_without_a_trace() -> None:
     subject = placer("a")
     assert not subject.complete("never placed", output_tokens=3, cached_tokens=5, prompt_tokens=8)

@@ -134,11 +134,11 @@ async def test_a_replica_that_was_silent_may_answer_what_was_placed_elsewhere_me
     await subject.report("a", ["r"])
     await subject.report("b", ["r"])
     await subject.report("a", [], completed=["r"])
-    assert subject.router._placer.assigned("b") == ["r"]
+    assert subject.router.placer.assigned("b") == ["r"]
     await subject.report("b", [], completed=["r"])
-    assert subject.router._placer.assigned("b") == []
+    assert subject.router.placer.assigned("b") == []
     assert not subject.router._forwarded
-    assert [subject.router._placer.load(replica) for replica in "ab"] == [0.0, 0.0]
+    assert [subject.router.placer.load(replica) for replica in "ab"] == [0.0, 0.0]
 
 
 async def test_a_request_that_another_replica_still_has_is_not_placed_a_third_time() -> None:
@@ -158,7 +158,7 @@ async def test_requests_that_others_placed_count_as_load() -> None:
         await subject.ask(f"r{number}")
     assert {replica for replica, _ in subject.placed()} == {"b"}
     await subject.report("a", [])
-    assert subject.router._placer.load("a") == 0.0
+    assert subject.router.placer.load("a") == 0.0
 
 
 @pytest.mark.parametrize("lost", [False, True])
