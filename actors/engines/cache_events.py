@@ -2,7 +2,7 @@
 
 vLLM publishes batches over ZMQ, as three frames: a topic, a sequence number of eight big-endian bytes, and a msgpack
 body `[time, events, rank]`. Each event is either an array that begins with its type's name, or a map with the key
-`type`; the body too may be a map. Both are understood, field by field; an event of a type that is not known is left out.
+`type`; the body too may be a map. Both are understood, field by field; an event of an unknown type is left out.
 
 vLLM names blocks by hashes of its own. `Tracker` remembers what chain each of them ends, and tells in our hashes
 (`broker.blocks`) what is stored, removed, cleared. A block whose beginning was not seen (the listener came late) is not
@@ -241,10 +241,10 @@ async def listen(endpoint: str, topic: str, on_batch: Callable[[int, bytes], Non
     import zmq.asyncio
 
     context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.SocketType.SUB)
+    socket = context.socket(zmq.SUB)
     try:
-        socket.setsockopt(zmq.SocketOption.LINGER, 0)
-        socket.setsockopt_string(zmq.SocketOption.SUBSCRIBE, topic)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         socket.connect(endpoint)
         while True:
             frames = await socket.recv_multipart()
