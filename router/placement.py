@@ -238,6 +238,11 @@ class Placer:
         state = self._replicas.get(replica)
         return float(self._loads[state.slot]) if state else 0.0
 
+    def others(self, replica: str) -> float:
+        """How much of that others placed there."""
+        state = self._replicas.get(replica)
+        return state.others if state else 0.0
+
     # ---------------------------------------------------------------------------------------------------- requests
 
     def eligible(self, adapter: str | None) -> list[str]:

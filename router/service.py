@@ -72,6 +72,10 @@ TICK_SECONDS = 0.25
 BEAT_SECONDS = 0.5
 """How often routers tell each other that they are there."""
 
+LISTEN_SECONDS = 0.6
+"""How long a router that starts listens before it takes requests: it then knows the other routers, and what the
+replicas have from them."""
+
 ROUTER_SILENT_SECONDS = 2.0
 """A router that is silent for this long has its groups taken over."""
 
@@ -163,8 +167,12 @@ class RouterService:
                 await self._bus.subscribe(names.cancel_subject(self.fleet), self._on_cancel),
                 await self._bus.subscribe(names.routers_subject(self.fleet), self._on_beat),
                 await self._bus.subscribe(names.router_generate(self.id), self._on_own),
-                await self._bus.subscribe(names.generate_subject(self.fleet), self._on_request, queue="routers"),
             ]
+            await self._say()
+            await asyncio.sleep(LISTEN_SECONDS)
+            subscriptions.append(
+                await self._bus.subscribe(names.generate_subject(self.fleet), self._on_request, queue="routers")
+            )
             metrics.observe(self._gauges, router=self.id)
             log.info("router %s serves fleet %s", self.id, self.fleet)
             await asyncio.gather(self._tend(roster), self._announce(), self._beat())

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from broker.blocks import chain
+from broker.blocks import BLOCK, HASH, chain
 from router.placement import SPILL_REQUESTS, Placer, Request
 from tests.benchmarks.fleet import Done, split
 from tests.benchmarks.traces import Ask, Scenario
 
 
-class RoundRobin:
+class _Static:
+    """A rule that knows nothing of replicas that come and go."""
+
+    def left(self, replica: int, now: float) -> None:
+        raise NotImplementedError
+
+    def joined(self, replica: int, now: float) -> None:
+        raise NotImplementedError
+
+
+class RoundRobin(_Static):
     """One after the other."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -26,7 +36,7 @@ class RoundRobin:
         pass
 
 
-class Published:
+class Published(_Static):
     """The published rule: a block is common when all replicas have served it or when it has two successors; the
     replica with most other blocks wins unless it is `imbalance` requests ahead of the least loaded, which is taken
     otherwise, in turn. Nothing is ever forgotten.
@@ -79,49 +89,75 @@ class Published:
 
 
 class Ours:
-    """`router.placement`. `told`: the message names group and siblings, as an actor's does."""
+    """`router.placement`. `told`: the message names group and siblings, as an actor's does.
 
-    def __init__(self, scenario: Scenario, *, told: bool = True, spill: float = SPILL_REQUESTS) -> None:
-        self.placer = Placer(spill=spill)
+    With several `routers` each has the groups that a hash gives it, and knows of the others' work what replicas report.
+    """
+
+    def __init__(
+        self, scenario: Scenario, *, told: bool = True, spill: float = SPILL_REQUESTS, routers: int = 1,
+        max_bytes: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        self.placers = [Placer(spill=spill, max_bytes=max_bytes) for _ in range(routers)]
         self._told = told
-        self._size = scenario.size
-        self._most = scenario.most
-        self._blocks = scenario.blocks
-        self._adapters: set[str] = set()
+        self._scenario = scenario
+        self._adapters: list[str] = []
         self._names = [f"r{number:04d}" for number in range(scenario.replicas)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._there = set(self._names)
+        self._owners: dict[str, Placer] = {}
+        for name in self._names:
+            self._tell(name)
 
     @property
     def placements(self) -> dict[str, int]:
-        return dict(self.placer.placements)
+        kinds = self.placers[0].placements
+        return {kind: sum(placer.placements[kind] for placer in self.placers) for kind in kinds}
+
+    def _tell(self, name: str) -> None:
+        for placer in self.placers:
+            placer.update_replica(
+                name, confirmed=self._adapters, accepts=True, cache_tokens=self._scenario.blocks * BLOCK
+            )
 
     def place(self, id: str, ask: Ask, now: float) -> int:
         if ask.adapter not in self._adapters:
-            self._adapters.add(ask.adapter)
-            for name in self._names:
-                self.placer.update_replica(name, confirmed=self._adapters, accepts=True, cache_tokens=self._blocks * 16)
-        self.placer.expire(now)
-        placed = self.placer.place(
-            Request(
-                id,
-                ask.prompt,
-                self._most,
-                adapter=ask.adapter,
-                group=f"g{ask.group}" if self._told else "",
-                siblings=self._size if self._told else None,
-            ),
-            now,
-        )
+            self._adapters = [*self._adapters[-7:], ask.adapter]  # as many as an engine has slots
+            for name in self._there:
+                self._tell(name)
+        placer = self.placers[hash(ask.group) % len(self.placers)]
+        self._owners[id] = placer
+        placer.expire(now)
+        told = {"group": f"g{ask.group}", "siblings": self._scenario.size} if self._told else {}
+        placed = placer.place(Request(id, ask.prompt, self._scenario.most, adapter=ask.adapter, **told), now)
         assert placed is not None
         return self._numbers[placed.replica]
 
     def ended(self, done: Done, now: float) -> None:
-        full = chain(done.adapter, np.concatenate([done.prompt, done.sampled]))
-        prompt = len(chain(done.adapter, done.prompt))
-        self.placer.complete(
+        placer = self._owners.pop(done.id)
+        name = placer.assigned_to(done.id)
+        assert name is not None
+        placer.complete(
             done.id,
             output_tokens=len(done.sampled),
             cached_tokens=done.cached,
             prompt_tokens=len(done.prompt),
-            blocks=full[prompt:],
+            blocks=chain(done.adapter, np.concatenate([done.prompt, done.sampled]))[len(done.prompt) // BLOCK * HASH :],
         )
+        if len(self.placers) > 1:
+            self._report(name)
+
+    def _report(self, name: str) -> None:
+        """What a replica's report tells each router of what the others have there."""
+        own = [placer.load(name) - placer.others(name) for placer in self.placers]
+        for placer, work in zip(self.placers, own, strict=True):
+            placer.report_others(name, 1, sum(own) - work)
+
+    def left(self, replica: int, now: float) -> None:
+        self._there.discard(self._names[replica])
+        for placer in self.placers:
+            placer.remove_replica(self._names[replica])
+
+    def joined(self, replica: int, now: float) -> None:
+        self._there.add(self._names[replica])
+        self._tell(self._names[replica])

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,6 +51,12 @@ class Router(Protocol):
         """The number of the replica that gets `ask`."""
 
     def ended(self, done: Done, now: float) -> None: ...
+
+    def left(self, replica: int, now: float) -> None:
+        """A replica has died. What it had is placed again."""
+
+    def joined(self, replica: int, now: float) -> None:
+        """It is there again, with nothing cached."""
 
 
 class Cache:
@@ -99,6 +105,12 @@ class Cache:
             if not self._users[block]:
                 self._free[block] = None
 
+    def empty(self) -> None:
+        """Forget every block."""
+        self._users.clear()
+        self._free.clear()
+        self._held = 0
+
     def keep(self, hashes: Sequence[bytes], more: int) -> None:
         """`more` held blocks are given back; those that were filled stay as free ones."""
         self._held -= more
@@ -133,10 +145,20 @@ class Replica:
         self._lengths = [max(8, int(math.exp(normal.inv_cdf((rank + 0.5) / 1024)))) for rank in range(1024)]
         random.Random(number).shuffle(self._lengths)
         self.prompt_tokens = self.cached_tokens = self.requests = 0
+        self._sampled: dict[str, int] = {}
 
     @property
     def in_flight(self) -> int:
         return len(self.running) + len(self.waiting)
+
+    def die(self) -> list[tuple[str, Ask]]:
+        """Lose everything; the requests that it had."""
+        had = [(request.id, request.ask) for request in [*self.running.values(), *self.waiting]]
+        self.running.clear()
+        self.waiting.clear()
+        self._sampled.clear()
+        self.cache.empty()
+        return had
 
     def submit(self, id: str, ask: Ask) -> None:
         hashes = split(chain(ask.adapter, ask.prompt))
@@ -158,13 +180,8 @@ class Replica:
             work = (len(request.ask.prompt) - request.cached) * PREFILL_SECONDS
             self._lane_free = max(now, self._lane_free) + work
             begun.append((self._lane_free + length * DECODE_SECONDS + BASE_SECONDS, request.id))
-            request.ask = Ask(
-                request.ask.group, request.ask.member, request.ask.adapter, request.ask.prompt, request.ask.turn
-            )
             self._sampled[request.id] = length
         return begun
-
-    _sampled: dict[str, int]
 
     def finish(self, id: str) -> Done:
         request = self.running.pop(id)
@@ -194,65 +211,80 @@ class Outcome:
     balance: float
     seconds: float
     evicted: int
+    deaths: int
     per_replica: list[int] = field(default_factory=list)
 
 
 def replay(
-    scenario: Scenario,
-    router: Router,
-    *,
-    seed: int = 0,
-    trace: list[Ask] | None = None,
-    events: Callable[[float, int], None] | None = None,
+    scenario: Scenario, router: Router, *, seed: int = 0, trace: Iterable[Ask] | None = None, die_every: int = 0
 ) -> Outcome:
-    """Replay a scenario through `router`, keeping `in_flight` requests going."""
-    replicas = [Replica(number, scenario) for number in range(scenario.replicas)]
-    for replica in replicas:
-        replica._sampled = {}
-    todo = deque(asks(scenario, seed) if trace is None else trace)
-    total = len(todo) * scenario.turns
-    numbers = itertools.count()
-    where: dict[str, tuple[int, Ask]] = {}
-    ends: list[tuple[float, int, str]] = []
-    order = itertools.count()
-    now, last, weighted, measured, served = 0.0, 0.0, 0.0, 0.0, 0
+    """Replay a scenario through `router`, keeping `in_flight` requests going.
 
-    def issue() -> None:
-        while todo and len(where) < scenario.in_flight:
-            ask = todo.popleft()
-            id = f"q{next(numbers)}"
-            number = router.place(id, ask, now)
-            where[id] = (number, ask)
-            replicas[number].submit(id, ask)
-            begin(number)
+    `die_every`: a replica dies each time this many requests have been served, and returns after twice as many.
+    """
+    replicas = [Replica(number, scenario) for number in range(scenario.replicas)]
+    fresh = iter(asks(scenario, seed) if trace is None else trace)
+    next_turns: deque[Ask] = deque()
+    total = scenario.groups * scenario.size * scenario.turns
+    numbers, order, dice = itertools.count(), itertools.count(), random.Random(seed)
+    where: dict[str, tuple[int, Ask]] = {}
+    ends: list[tuple[float, int, str, int]] = []
+    dead: deque[tuple[int, int]] = deque()
+    now, last, weighted, measured, served, deaths = 0.0, 0.0, 0.0, 0.0, 0, 0
 
     def begin(number: int) -> None:
         for end, id in replicas[number].start(now):
-            heapq.heappush(ends, (end, next(order), id))
+            heapq.heappush(ends, (end, next(order), id, number))
+
+    def send(id: str, ask: Ask) -> None:
+        number = router.place(id, ask, now)
+        where[id] = (number, ask)
+        replicas[number].submit(id, ask)
+        begin(number)
+
+    def issue() -> None:
+        while len(where) < scenario.in_flight:
+            ask = next_turns.popleft() if next_turns else next(fresh, None)
+            if ask is None:
+                return
+            send(f"q{next(numbers)}", ask)
 
     issue()
     while ends:
-        now, _, id = heapq.heappop(ends)
+        end, _, id, number = heapq.heappop(ends)
+        if id not in replicas[number].running:
+            continue  # it died with its replica
+        now = end
         if 0.05 * total < served < 0.85 * total:
             flights = [replica.in_flight for replica in replicas]
-            weighted += (now - last) * max(flights) * len(flights) / sum(flights)
+            weighted += (now - last) * max(flights) * (len(flights) - len(dead)) / sum(flights)
             measured += now - last
         last = now
-        number, ask = where.pop(id)
+        _, ask = where.pop(id)
         done = replicas[number].finish(id)
         served += 1
         router.ended(done, now)
         begin(number)
         if (following := next_turn(scenario, ask, done.sampled, seed)) is not None:
-            todo.appendleft(following)
-        if events is not None:
-            events(now, served)
+            next_turns.append(following)
+        if dead and served >= dead[0][1]:
+            router.joined(dead.popleft()[0], now)
+        if die_every and served % die_every == 0:
+            victim = dice.choice([n for n in range(len(replicas)) if n not in {gone for gone, _ in dead}])
+            dead.append((victim, served + 2 * die_every))
+            deaths += 1
+            had = replicas[victim].die()
+            router.left(victim, now)
+            for lost, asked in had:
+                send(lost, asked)
         issue()
+    assert not where, "every request was served"
     return Outcome(
         requests=served,
         hit=sum(replica.cached_tokens for replica in replicas) / sum(replica.prompt_tokens for replica in replicas),
         balance=weighted / measured if measured else 0.0,
         seconds=now,
         evicted=sum(replica.cache.evicted for replica in replicas),
+        deaths=deaths,
         per_replica=[replica.requests for replica in replicas],
     )

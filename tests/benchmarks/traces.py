@@ -6,8 +6,10 @@ soon as one has ended, so that "siblings arrive at slightly different times" is 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,26 +76,62 @@ s6: twice more in flight than slots. s7: siblings that arrive far apart."""
 def asks(scenario: Scenario, seed: int = 0) -> list[Ask]:
     """The first turns of the trace, in issue order."""
     dice = random.Random(seed)
-    numbers = np.random.default_rng(seed)
-    template = numbers.integers(0, VOCABULARY, scenario.template, dtype=np.int32)
-    prompts = [
-        np.concatenate([template, numbers.integers(0, VOCABULARY, size, dtype=np.int32)])
-        for size in numbers.integers(scenario.shortest, scenario.longest + 1, min(scenario.prompts, scenario.groups))
-    ]
-    order: list[int] = []
-    while len(order) < scenario.groups:
-        epoch = list(range(len(prompts)))
-        dice.shuffle(epoch)
-        order += epoch
+    order = list(_order(scenario, dice))
+    prompts = _Prompts(scenario, seed)
     placed = []
-    for group, prompt in enumerate(order[: scenario.groups]):
-        first = group * scenario.size
-        version = first // scenario.version_every
-        for member in range(scenario.size):
-            when = first + member + dice.uniform(0, scenario.spread)
-            placed.append((when, Ask(group, member, f"policy-v{version}", prompts[prompt])))
+    for group, prompt in enumerate(order):
+        placed += _members(scenario, group, prompts[prompt], dice)
     placed.sort(key=lambda pair: pair[0])
     return [ask for _, ask in placed]
+
+
+def stream(scenario: Scenario, seed: int = 0) -> Iterator[Ask]:
+    """The same, made while it is read: for traces that do not fit into memory."""
+    dice = random.Random(seed)
+    prompts = _Prompts(scenario, seed)
+    ready: list[tuple[float, int, Ask]] = []
+    count = itertools.count()
+    for group, prompt in enumerate(_order(scenario, dice)):
+        for when, ask in _members(scenario, group, prompts[prompt], dice):
+            heapq.heappush(ready, (when, next(count), ask))
+        while ready and ready[0][0] < (group + 1) * scenario.size:
+            yield heapq.heappop(ready)[2]
+    while ready:
+        yield heapq.heappop(ready)[2]
+
+
+def _order(scenario: Scenario, dice: random.Random) -> Iterator[int]:
+    """The prompt of each group, epoch by epoch."""
+    epoch: list[int] = []
+    for _ in range(scenario.groups):
+        if not epoch:
+            epoch = list(range(min(scenario.prompts, scenario.groups)))
+            dice.shuffle(epoch)
+        yield epoch.pop()
+
+
+def _members(scenario: Scenario, group: int, prompt: Ids, dice: random.Random) -> list[tuple[float, Ask]]:
+    """A group's members, each with its place in issue order."""
+    first = group * scenario.size
+    adapter = f"policy-v{first // scenario.version_every}"
+    return [
+        (first + member + dice.uniform(0, scenario.spread), Ask(group, member, adapter, prompt))
+        for member in range(scenario.size)
+    ]
+
+
+class _Prompts:
+    """The distinct prompts of a scenario, made when asked for."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        self._template = np.random.default_rng(seed).integers(0, VOCABULARY, scenario.template, dtype=np.int32)
+
+    def __getitem__(self, number: int) -> Ids:
+        numbers = np.random.default_rng([self._seed, number])
+        size = int(numbers.integers(self._scenario.shortest, self._scenario.longest + 1))
+        return np.concatenate([self._template, numbers.integers(0, VOCABULARY, size, dtype=np.int32)])
 
 
 def next_turn(scenario: Scenario, ask: Ask, sampled: Ids, seed: int = 0) -> Ask | None:
