@@ -69,6 +69,9 @@ MAX_WAITING = 8192
 
 TICK_SECONDS = 0.25
 
+AWAY_SECONDS = 1.0
+"""A wait for TICK_SECONDS that took this long says that the router itself did not run."""
+
 BEAT_SECONDS = 0.5
 """How often routers tell each other that they are there."""
 
@@ -262,17 +265,20 @@ class RouterService:
     async def _tend(self, roster: Roster) -> None:
         """Follow the replicas, notice silence, and retry what waits."""
         while True:
+            began = self._clock()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
+            # Who was away oneself has reports unread, and must not take that for silence.
+            away = self._clock() - began > AWAY_SECONDS
             for replica in self._take_in(roster):
                 await self._lose(replica, "gone")
             self._forget_strangers()
             self.placer.expire(self._clock())
             for replica in self.placer.replicas():
                 _, heard = self._heard[replica]
-                if self._clock() - heard > SILENT_SECONDS:
+                if not away and self._clock() - heard > SILENT_SECONDS:
                     await self._lose(replica, "silent")
             self._probe_failing()
             await self._retry_waiting()

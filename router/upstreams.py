@@ -45,6 +45,9 @@ PROBE_SECONDS = 1.0
 SILENT_SECONDS = 2.5
 """A server that does not answer for this long is out; its requests go elsewhere."""
 
+AWAY_SECONDS = 1.0
+"""A short sleep that took this long says that the router itself did not run."""
+
 LOOK_SECONDS = 10.0
 """How often each server is asked for its models and the size of its cache."""
 
@@ -92,8 +95,10 @@ class Upstream:
     prefix: str
     idle: list[_Link] = field(default_factory=list)
     busy: set[_Link] = field(default_factory=set)
+    clock: Callable[[], float] = time.monotonic
     well: bool = False
     answered: float = 0.0
+    """When the last byte came from it."""
     models: list[tuple[str, str | None]] = field(default_factory=list)
     cache_tokens: int = CACHE_TOKENS
     block: int = BLOCK
@@ -141,6 +146,7 @@ class _Link(asyncio.Protocol):
         self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
+        self.upstream.answered = self.upstream.clock()
         receiver = self.receiver
         if receiver is None:  # bytes that nobody asked for
             self.close()
@@ -301,12 +307,14 @@ class StandAlone(Face):
             raise ConfigError("--upstream: expected at least one URL, each once")
         for upstream in self._upstreams.values():
             upstream.cache_tokens = options.cache_tokens
+            upstream.clock = clock
         self._ids = itertools.count()
         self._waiting: deque[Forward] = deque()
         self._unlisted: OrderedDict[str, None] = OrderedDict()
         self._models: frozenset[str] = frozenset()
         self._heads: dict[tuple[str, str], bytes] = {}
         self._retries = 0
+        self._away = -SILENT_SECONDS
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -532,8 +540,11 @@ class StandAlone(Face):
     async def _expire(self) -> None:
         """Give up on what has waited for too long."""
         while True:
+            began = self._clock()
             await asyncio.sleep(PROBE_SECONDS / 4)
             now = self._clock()
+            if now - began > AWAY_SECONDS:
+                self._away = now
             self._placer.expire(now)
             while self._waiting and now - (self._waiting[0].waiting_since or now) > self._options.wait_seconds:
                 forward = self._waiting.popleft()
@@ -568,9 +579,8 @@ class StandAlone(Face):
                     await self._look(upstream)
                     looked = began
             except (OSError, TimeoutError) as error:
-                self._lose(upstream, str(error) or "no answer")
+                self._lose(upstream, error)
             else:
-                upstream.answered = self._clock()
                 if not upstream.well:
                     upstream.well = True
                     log.info("%s is in use", upstream.name)
@@ -578,10 +588,15 @@ class StandAlone(Face):
                     self._retry_waiting()
             await asyncio.sleep(max(0.0, began + PROBE_SECONDS - self._clock()))
 
-    def _lose(self, upstream: Upstream, reason: str) -> None:
-        """A server is not well: what it has goes elsewhere if it is silent, and its cache is void."""
-        self._fail(upstream, reason)
-        if self._clock() - upstream.answered > SILENT_SECONDS:
+    def _lose(self, upstream: Upstream, error: Exception) -> None:
+        """A server has not answered for its health: it is out; if it is silent, what it has goes elsewhere."""
+        now = self._clock()
+        if now - self._away < SILENT_SECONDS:
+            return  # who was away oneself has answers unread, and must not take that for silence
+        if now - upstream.answered < SILENT_SECONDS and isinstance(error, TimeoutError):
+            return  # it is busy, not dead: answers come
+        self._fail(upstream, str(error) or "no answer")
+        if now - upstream.answered > SILENT_SECONDS:
             for link in [*upstream.busy, *upstream.idle]:
                 receiver = link.receiver
                 link.close()
