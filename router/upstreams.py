@@ -119,10 +119,13 @@ class Upstream:
 class _Link(asyncio.Protocol):
     """One connection to a server, kept open from request to request."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, *, shared: bool) -> None:
+        """`shared`: clients' requests may use it, one after the other."""
         self.upstream = upstream
         self.transport: asyncio.Transport | None = None
         self.used = False
+        self._shared = shared
+        self.reusable = True
         self.receiver: Forward | _Fetch | None = None
         self._begin()
 
@@ -178,12 +181,12 @@ class _Link(asyncio.Protocol):
         self.used = True
         self.upstream.busy.discard(self)
         self.reusable = self._parser.should_keep_alive()
-        if self.reusable and self.transport is not None:
+        if self.transport is None or not self._shared:
+            return
+        if self.reusable:
             self.upstream.idle.append(self)
-        elif self.transport is not None:
+        else:
             self.transport.close()
-
-    reusable = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -412,7 +415,7 @@ class StandAlone(Face):
     async def _send_anew(self, upstream: Upstream, forward: Forward) -> None:
         """Send over a new connection."""
         try:
-            link = await self._connect(upstream)
+            link = await self._connect(upstream, shared=True)
         except OSError as error:
             if not forward.exchange.ended:
                 self._placer.complete(forward.request.id)
@@ -425,10 +428,10 @@ class StandAlone(Face):
         forward.link = link
         link.send(self._message(upstream, forward.exchange), forward)
 
-    async def _connect(self, upstream: Upstream) -> _Link:
+    async def _connect(self, upstream: Upstream, *, shared: bool) -> _Link:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(SILENT_SECONDS):
-            _, link = await loop.create_connection(lambda: _Link(upstream), upstream.host, upstream.port)
+            _, link = await loop.create_connection(lambda: _Link(upstream, shared=shared), upstream.host, upstream.port)
         return link
 
     def _message(self, upstream: Upstream, exchange: Exchange) -> bytes:
@@ -622,7 +625,7 @@ class StandAlone(Face):
         self._tell_placer()
 
     async def _fetch(self, upstream: Upstream, path: str) -> tuple[int, bytes]:
-        link = await self._connect(upstream)
+        link = await self._connect(upstream, shared=False)
         fetch = _Fetch()
         target, host = f"{upstream.prefix}{path}", f"{upstream.host}:{upstream.port}"
         link.send(f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode(), fetch)

@@ -286,6 +286,15 @@ async def test_without_a_server_that_is_well_requests_wait_and_are_then_refused(
     assert (await waits)[0] == 200
 
 
+async def test_the_routers_own_questions_share_no_connection_with_its_clients(scene: Scene) -> None:
+    upstream = next(iter(scene.face._upstreams.values()))
+    await scene.face._fetch(upstream, "/health")
+    assert upstream.idle == []
+    for _ in range(3):
+        assert (await scene.ask(completion(ids(1))))[0] == 200
+    assert sum(len(upstream.idle) for upstream in scene.face._upstreams.values()) == 1, "kept, and used again"
+
+
 async def test_a_client_that_leaves_stops_the_server_too(scene: Scene) -> None:
     for server in scene.servers:
         server.mode = "hold"
