@@ -212,7 +212,7 @@ def store(bind: str, port: int, directory: Path) -> None:
     multiple=True,
     help="URL of a plain vLLM server. With one or several the router stands alone: no broker, no store.",
 )
-@click.option("--spill", default=8.0, show_default=True, help="Requests that a replica may be ahead; docs/routing.md.")
+@click.option("--spill", default=16.0, show_default=True, help="Requests that a replica may be ahead; docs/routing.md.")
 @click.option("--mirror-mb", default=1024, show_default=True, help="Memory for what replicas have cached, in MB.")
 @click.option(
     "--cache-tokens",

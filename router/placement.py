@@ -48,7 +48,7 @@ from router.groups import Group, Groups
 from router.lengths import Lengths
 from router.prefixes import Match, Prefixes
 
-SPILL_REQUESTS = 8.0
+SPILL_REQUESTS = 16.0
 """A request leaves its place when that is ahead of the lightest replica by this many requests more than its group has.
 See docs/routing.md for the measurement: with less, groups are split for nothing; with more, nothing is gained."""
 
