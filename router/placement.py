@@ -247,7 +247,11 @@ class Placer:
 
     def eligible(self, adapter: str | None) -> list[str]:
         """Replicas that may serve `adapter` now."""
-        return [state.name for state in self._replicas.values() if _serves(state, adapter)]
+        return [
+            state.name
+            for state in self._replicas.values()
+            if state.accepts and (adapter is None or adapter in state.confirmed)
+        ]
 
     def can_serve(self, adapter: str | None) -> bool:
         """Whether some replica may serve `adapter` now."""
@@ -406,9 +410,8 @@ class Placer:
         """float64 [slots]: 0 for a replica that may serve `adapter`, infinite for the others; None if none may."""
         if adapter not in self._barred:
             bars = np.full(len(self._slots), np.inf)
-            for state in self._replicas.values():
-                if _serves(state, adapter):
-                    bars[state.slot] = 0.0
+            for name in self.eligible(adapter):
+                bars[self._replicas[name].slot] = 0.0
             if len(self._barred) > 4096:
                 self._barred.clear()
             self._barred[adapter] = bars if np.isfinite(bars).any() else None
@@ -506,10 +509,6 @@ class Placer:
     def _add(self, slot: int, work: float) -> None:
         if slot >= 0 and self._slots[slot] is not None:
             self._loads[slot] += work
-
-
-def _serves(state: _Replica, adapter: str | None) -> bool:
-    return state.accepts and (adapter is None or adapter in state.confirmed)
 
 
 def _space(adapter: str | None, salt: str, block: int) -> str:
