@@ -12,24 +12,34 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import nats.errors
 import numpy as np
 from nats.aio.msg import Msg
 
 from actors.adapter_cache import AdapterCache
-from actors.engines.base import Engine, Sampling
+from actors.engines.base import Engine, PublishesCache, Sampling
 from actors.residency import wanted
 from broker import faults, names
-from broker.blocks import BLOCK, chain
+from broker.blocks import BLOCK, HASH, chain
 from broker.bus import Bus
 from broker.ending import end
-from broker.errors import AdapterError, FarflungError, GenerationError, ObjectMissing, PromptTooLong, StoreError
+from broker.errors import (
+    AdapterError,
+    AdapterNotLoaded,
+    FarflungError,
+    GenerationError,
+    ObjectMissing,
+    PromptTooLong,
+    StoreError,
+)
 from broker.messages import (
     AdapterRef,
+    CacheEvent,
     CancelRequest,
     Completion,
     GenerateRefused,
@@ -104,6 +114,8 @@ class Replica:
         self._model = model
         self._clock = clock
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._requests: dict[str, GenerateRequest] = {}
+        """Those that are running, as they came."""
         self._reply_to: dict[str, str] = {}
         self._completed: list[Completion] = []
         self._report = asyncio.Event()
@@ -116,6 +128,8 @@ class Replica:
         self._state: Literal["joining", "ready"] = "joining"
         self._tokens = Rate()
         self._beat = 0
+        self._block = BLOCK
+        self._cache_events: list[CacheEvent] = []
 
     async def run(self) -> None:
         """Serve until cancelled. The engine must be started."""
@@ -150,6 +164,7 @@ class Replica:
         request = decode(message.data, GenerateRequest)
         self._reply_to[request.id] = message.reply
         if request.id not in self._running:  # asked again while it is running: only the address may have changed
+            self._requests[request.id] = request
             task = asyncio.create_task(self._serve(request, dict(message.headers or {})))
             self._running[request.id] = task
 
@@ -196,15 +211,17 @@ class Replica:
                 prompt_tokens=len(prompt),
                 cached_tokens=result.cached_tokens,
                 output_tokens=len(result.token_ids),
-                blocks=_new_blocks(result.adapter, prompt, result.token_ids),
+                blocks=_new_blocks(result.adapter, prompt, result.token_ids, self._block),
             )
         except PromptTooLong as error:
             answer = self._refusal(request.id, "prompt_too_long", error, retryable=False)
         except FarflungError as error:
             retryable = not isinstance(error, GenerationError) or error.retryable
             answer = self._refusal(request.id, "failed", error, retryable=retryable)
+            done = msgspec.structs.replace(done, fault=retryable and not isinstance(error, AdapterNotLoaded))
         finally:
             self._running.pop(request.id, None)
+            self._requests.pop(request.id, None)
             reply = self._reply_to.pop(request.id, "")
             self._completed.append(done)
             self._report.set()
@@ -235,6 +252,10 @@ class Replica:
                     await self._report.wait()
             self._report.clear()
             health = await self._engine.health()
+            self._block = health.block
+            if isinstance(self._engine, PublishesCache):
+                self._cache_events += self._engine.cache_events()
+            events, self._cache_events = self._cache_events, []
             completed, self._completed = self._completed, []
             self._beat += 1
             report = ReplicaLoad(
@@ -244,11 +265,15 @@ class Replica:
                 unfinished=list(self._running),
                 completed=completed,
                 beat=self._beat,
+                work=[self._requests[id].work for id in self._running],
+                reserved=_reserved(self._requests.values()),
+                cache=events,
             )
             try:
                 await self._bus.send(names.load_subject(self.fleet), report)
             except nats.errors.Error as error:
                 self._completed = completed + self._completed
+                self._cache_events = events + self._cache_events
                 log.info("load report not sent: %s", error)
                 await asyncio.sleep(BEAT_SECONDS)
 
@@ -401,6 +426,7 @@ class Replica:
                 slots=health.adapter_slots,
                 context=health.context,
                 cache_tokens=health.cache_tokens,
+                block=health.block,
                 gauges={
                     "running": float(health.running),
                     "waiting": float(health.waiting),
@@ -419,6 +445,15 @@ def _trace_of(heads: Heads, ref: AdapterRef) -> Mapping[str, str]:
     return record.trace if record is not None and record.adapter.name == ref.name else {}
 
 
-def _new_blocks(adapter: str | None, prompt: Ids, output: Ids) -> list[bytes]:
-    """Hashes of the full blocks that the continuation added behind those of the prompt."""
-    return chain(adapter, np.concatenate([prompt, output]).astype(np.int32))[len(prompt) // BLOCK :]
+def _new_blocks(adapter: str | None, prompt: Ids, output: Ids, block: int) -> bytes:
+    """Hashes of the full blocks that the continuation added behind those of the prompt.
+
+    The last sampled token is not among them: it was never fed back, so that it has no KV.
+    """
+    tokens = np.concatenate([prompt, output[:-1]]).astype(np.int32)
+    return chain(adapter, tokens, block=block)[len(prompt) // block * HASH :]
+
+
+def _reserved(requests: Iterable[GenerateRequest]) -> dict[str, float]:
+    """The work that is still to come of each group, as its newest member says."""
+    return {group: work for group, work in {request.group: request.reserved for request in requests}.items() if work}

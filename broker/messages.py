@@ -192,6 +192,10 @@ class GenerateRequest(Message, frozen=True, kw_only=True, tag="generate"):
     seed: int | None = None
     top_p: float = 1.0
     top_k: int = 0
+    work: float = 0.0
+    """Written by the router that placed it: what it adds to its replica's load, in prefilled tokens."""
+    reserved: float = 0.0
+    """Written by the router: the work of those of its group that are still to come."""
 
 
 class GenerateReply(Message, frozen=True, kw_only=True, tag="generated"):
@@ -212,7 +216,7 @@ class GenerateRefused(Message, frozen=True, kw_only=True, tag="refused"):
     """No continuation, and why. Not retryable: the same request can never succeed."""
 
     id: Name
-    code: Literal["unavailable", "prompt_too_long", "failed"]
+    code: Literal["unavailable", "prompt_too_long", "invalid", "failed"]
     reason: str
     retryable: bool
     source: str
@@ -232,8 +236,24 @@ class Completion(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    blocks: list[bytes] = []
+    blocks: bytes = b""
     """Hashes of the full blocks its continuation added to the replica's cache (`broker.blocks.chain`)."""
+    fault: bool = False
+    """It failed, and the replica is to blame, not the request."""
+
+
+class CacheEvent(msgspec.Struct, frozen=True):
+    """What an engine said of its prefix cache.
+
+    `stored`: it holds the chain `blocks` of `adapter`, complete from a prompt's first block on. `removed`: it no longer
+    holds these blocks, each named by its own hash. `cleared`: it holds nothing.
+    """
+
+    change: Literal["stored", "removed", "cleared"]
+    adapter: str | None = None
+    blocks: bytes = b""
+    """Hashes as of `broker.blocks.chain`."""
+    salt: str = ""
 
 
 class ReplicaLoad(Message, frozen=True, kw_only=True, tag="load"):
@@ -247,6 +267,19 @@ class ReplicaLoad(Message, frozen=True, kw_only=True, tag="load"):
     completed: list[Completion]
     beat: Count
     """Counts up, so that a reader can tell an old report from a new one."""
+    work: list[float] = []
+    """What each of `unfinished` adds to its load, as the router that placed it wrote; empty where none wrote it."""
+    reserved: dict[str, float] = {}
+    """The work of members that are still to come, of each group of which it has some."""
+    cache: list[CacheEvent] = []
+    """What its engine published of its prefix cache since the last report, in order."""
+
+
+class RouterBeat(Message, frozen=True, kw_only=True, tag="router_beat"):
+    """A router takes requests. Router to routers, every half second: they share the groups among them."""
+
+    id: Name
+    leaving: bool = False
 
 
 # --------------------------------------------------------------------------------------------------------- registry
@@ -368,6 +401,8 @@ class Node(Message, frozen=True, kw_only=True, tag="node"):
     """Requests a replica runs at once; episodes an actor runs at once."""
     context: Count = 0
     cache_tokens: Count = 0
+    block: Count = 16
+    """Tokens in a block of a replica's prefix cache."""
     code: dict[str, str] = {}
     """Source hashes of the user's code an actor has, by name."""
     gauges: dict[str, float] = {}

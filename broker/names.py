@@ -49,6 +49,16 @@ def generate_subject(fleet: str) -> str:
     return f"generate.{fleet}"
 
 
+def router_generate(router: str) -> str:
+    """Requests of the groups that are this router's, handed on by the others."""
+    return f"router.{router}.generate"
+
+
+def routers_subject(fleet: str) -> str:
+    """Where routers tell each other that they are there."""
+    return f"routers.{fleet}"
+
+
 def replica_generate(replica: str) -> str:
     return f"replica.{replica}.generate"
 

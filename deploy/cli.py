@@ -203,18 +203,41 @@ def store(bind: str, port: int, directory: Path) -> None:
 
 @cli.command()
 @click.option("--fleet", help="The fleet to serve. Default: that of the only run there is.")
+@click.option("--http", help="HOST:PORT of an OpenAI-compatible HTTP face.")
+@click.option("--model", help="Whose tokenizer the HTTP face uses. Default: the base model of the fleet's runs.")
+@click.option("--token", envvar="FARFLUNG_TOKEN", default="", help="Bearer token that HTTP clients must show.")
+@click.option(
+    "--upstream",
+    "upstreams",
+    multiple=True,
+    help="URL of a plain vLLM server. With one or several the router stands alone: no broker, no store.",
+)
+@click.option("--spill", default=16.0, show_default=True, help="Requests that a replica may be ahead; docs/routing.md.")
+@click.option("--mirror-mb", default=1024, show_default=True, help="Memory for what replicas have cached, in MB.")
+@click.option(
+    "--cache-tokens",
+    default=262_144,
+    show_default=True,
+    help="KV cache of an upstream that does not say how large it is, in tokens.",
+)
 @connection_options
 @telemetry_options
-def router(fleet: str | None, **options: Any) -> None:
+def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> None:
     """Run a router: places generation requests on replicas by the prefixes they hold.
 
-    Example:  farflung router --fleet smollm2-135m-instruct
+    Example:  farflung router --fleet smollm2-135m-instruct --http 127.0.0.1:8000
+
+    Alone:    farflung router --http 127.0.0.1:8000 --upstream http://gpu1:8000 --upstream http://gpu2:8000
     """
     from deploy import components, running
 
-    connection = _connection(options)
+    names = ("http", "model", "token", "spill", "mirror_mb", "cache_tokens")
+    chosen = components.RouterOptions(fleet=fleet, upstreams=upstreams, **{name: options.pop(name) for name in names})
     id = running.node_id("router")
-    _serve("router", id, lambda: components.router(connection, fleet, id), options)
+    if upstreams:
+        _serve("router", id, lambda: components.stand_alone(chosen), options)
+    connection = _connection(options)
+    _serve("router", id, lambda: components.router(connection, chosen, id), options)
 
 
 @cli.command()

@@ -8,10 +8,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
-from broker.errors import ConfigError
+from broker.ending import end
+from broker.errors import ConfigError, ModelError, ServerError
 from broker.messages import Head
 from broker.models import cache_root, resolve
 from broker.registry import Registry
@@ -19,6 +21,11 @@ from broker.runspec import RunSpec, fleet_of
 from broker.store import Store
 from deploy.profile import Connection
 from deploy.running import connected, log
+
+if TYPE_CHECKING:
+    from router.face import Face
+    from router.fleet import FleetFace
+    from router.service import RouterService
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +57,102 @@ class LearnerOptions:
     fresh_optimizer: bool
 
 
-async def router(connection: Connection, fleet: str | None, id: str) -> int:
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """`farflung router`'s options."""
+
+    fleet: str | None
+    http: str | None
+    model: str | None
+    token: str
+    upstreams: Sequence[str]
+    spill: float
+    mirror_mb: int
+    cache_tokens: int
+
+
+async def router(connection: Connection, options: RouterOptions, id: str) -> int:
     """Run a router until it is stopped."""
     from router.service import RouterService
 
     async with connected(connection, id) as (bus, registry, _):
-        name = fleet or (await _only_head(registry)).fleet
-        await RouterService(bus, registry, fleet=name, id=id).run()
+        name = options.fleet or (await _only_head(registry)).fleet
+        service = RouterService(
+            bus, registry, fleet=name, id=id, spill=options.spill, max_bytes=options.mirror_mb * 1_000_000
+        )
+        if options.http is None:
+            await service.run()
+        else:
+            await _with_face(bus, registry, service, options)
     return 0
+
+
+async def _with_face(bus: Bus, registry: Registry, service: RouterService, options: RouterOptions) -> None:
+    """Run a router and its HTTP face."""
+    from router.fleet import FleetFace
+
+    host, port = address(options.http or "")
+    face = FleetFace(bus, registry, service, token=options.token)
+    await listen(face, host, port)
+    parts = [
+        asyncio.create_task(part) for part in (service.run(), face.run(), _find_tokenizer(face, registry, options))
+    ]
+    try:
+        await asyncio.gather(*parts)
+    finally:
+        await end(*parts)
+
+
+async def _find_tokenizer(face: FleetFace, registry: Registry, options: RouterOptions) -> None:
+    """Give the face the tokenizer of the fleet's base model. Without one it takes token ids alone, and says why."""
+    model = options.model
+    if model is None:
+        face.no_tokenizer = "no run tells the base model yet; name it with --model"
+        model = str((await _only_head(registry, options.fleet)).spec["run"]["model"])
+    try:
+        files = await asyncio.to_thread(resolve, model, log.info)
+        face.tokenizer = await asyncio.to_thread(ChatTokenizer.from_directory, files.directory)
+    except ModelError as error:
+        face.no_tokenizer = f"{error}; name the model with --model"
+        log.warning("the HTTP face takes token ids alone: %s", error)
+
+
+async def stand_alone(options: RouterOptions) -> int:
+    """Run a router before plain model servers until it is stopped."""
+    from router.upstreams import StandAlone, UpstreamOptions
+
+    if options.fleet or options.model:
+        raise ConfigError("--upstream: a router that stands alone has no fleet and no --model; leave them out")
+    host, port = address(options.http or "127.0.0.1:8000")
+    face = StandAlone(
+        options.upstreams,
+        UpstreamOptions(
+            token=options.token,
+            spill=options.spill,
+            max_bytes=options.mirror_mb * 1_000_000,
+            cache_tokens=options.cache_tokens,
+        ),
+    )
+    await listen(face, host, port)
+    await face.run()
+    return 0
+
+
+def address(text: str) -> tuple[str, int]:
+    """HOST and PORT of `HOST:PORT`, IPv6 addresses in brackets. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--http: expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+async def listen(face: Face, host: str, port: int) -> None:
+    """Let an HTTP face listen. Raises ServerError."""
+    try:
+        port = await face.listen(host, port)
+    except OSError as error:
+        raise ServerError(f"cannot listen on {host}:{port}: {error}; choose another --http") from error
+    log.info("OpenAI-compatible HTTP at http://%s:%d/v1", host, port)
 
 
 async def actor(connection: Connection, id: str, options: ActorOptions) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from broker.messages import CacheEvent
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -66,6 +68,8 @@ class EngineHealth:
     """Tokens sampled since the start."""
     prefilled_tokens: int
     """Prompt tokens computed since the start (cached ones not counted)."""
+    block: int = 16
+    """Tokens in a block of the prefix cache."""
 
 
 class Engine(Protocol):
@@ -99,3 +103,11 @@ class Engine(Protocol):
         """End `request_id` now: its `generate` returns what was sampled so far, finish "cancelled"."""
 
     async def health(self) -> EngineHealth: ...
+
+
+@runtime_checkable
+class PublishesCache(Protocol):
+    """An engine that says what its prefix cache holds. Optional: routers guess it where an engine does not."""
+
+    def cache_events(self) -> list[CacheEvent]:
+        """What has changed since the last call, in order."""
