@@ -7,13 +7,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test lint unit integration chaos sim bench clean
+# TRL runs in an environment of its own: its numbers are what ours are compared with.
+TRL_VENV ?= .venv-trl
+TRL_READY := $(TRL_VENV)/.ready
+
+.PHONY: help setup demo test lint unit integration chaos sim bench trl-reference clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
 	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
 	@echo "make bench  ratios against raw libraries, side by side"
+	@echo "make trl-reference  compare advantages and objectives with TRL's own code, in an environment of its own"
 	@echo "make clean  remove the virtual environment and caches"
 
 setup: $(READY)
@@ -54,5 +59,15 @@ sim: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run
 
+$(TRL_READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(TRL_VENV) with TRL (minutes, once)"
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch 'trl==1.16.0' peft
+	@touch $(TRL_READY)
+
+trl-reference: $(TRL_READY)
+	PYTHONPATH=. $(TRL_VENV)/bin/python -m tests.references.trl_reference --check tests/references/trl.json
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info

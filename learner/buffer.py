@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,11 +57,24 @@ class Buffer:
             del self._held[held.id]
         return stale
 
+    def take_flat(self, teaches: Callable[[Group], bool], limit: int) -> list[Held]:
+        """Remove and return up to `limit` groups that teach nothing, oldest first, so that others replace them.
+
+        Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2), bounded: where nothing teaches, the run goes on.
+        """
+        flat = [held for held in self._in_order() if not teaches(held.group)][:limit]
+        for held in flat:
+            del self._held[held.id]
+        return flat
+
+    def _in_order(self) -> list[Held]:
+        return sorted(self._held.values(), key=lambda held: (held.version, held.ready.index))
+
     def take(self, count: int) -> list[Held] | None:
         """Remove and return the next `count` groups; None, and nothing removed, while there are fewer."""
         if len(self._held) < count:
             return None
-        chosen = sorted(self._held.values(), key=lambda held: (held.version, held.ready.index))[:count]
+        chosen = self._in_order()[:count]
         for held in chosen:
             del self._held[held.id]
         return chosen

@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -29,7 +30,9 @@ from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
 from learner.attention import IMPLEMENTATION, row_attention
 from learner.logprobs import token_logprobs
-from learner.objectives.ppo_clip import ClipSums, ppo_clip
+from learner.objectives.loss import Sums, row_loss
+from learner.objectives.normalisation import token_weights
+from learner.objectives.tokens import Tokens
 from learner.packing import PackedRow, TokenSequence, pack
 
 STATE_KEY = "optimizer_state"
@@ -55,6 +58,8 @@ class StepStats:
     k1: float
     k3: float
     """Two estimates of KL(behaviour || current), in nats."""
+    kl: float
+    """The estimate of KL(current || reference) that the loss uses, in nats; 0 without one."""
     entropy: float
     """In nats, of the distribution that is sampled from (after temperature)."""
     lr: float
@@ -72,10 +77,11 @@ class Policy:
 
     `model_name` is written into the adapter's configuration; it is the name that other machines know, not a path.
     `temperature` divides the logits everywhere, as in the engine. `dtype` is the base's; the adapter is always
-    float32. `seed` seeds torch, and with it the adapter's first weights.
+    float32. `seed` seeds torch, and with it the adapter's first weights. `teacher_dir` is the model that the objective
+    "distillation" learns from.
 
-    Raises ModelError when the model cannot be loaded, lacks a target module, or computes in a way that packed rows do
-    not reproduce.
+    Raises ModelError when a model cannot be loaded, lacks a target module, has other tokens than its teacher, or
+    computes in a way that packed rows do not reproduce.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Policy:
         dtype: str = "auto",
         seed: int = 0,
         threads: int | None = None,
+        teacher_dir: Path | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -119,6 +126,7 @@ class Policy:
         self._causal: PreTrainedModel = self._peft.base_model.model
         self._decoder: nn.Module = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        self._teacher = self._load_teacher(teacher_dir) if teacher_dir is not None else None
         self._weights: dict[str, nn.Parameter] = {
             name.replace(".default.", "."): parameter
             for name, parameter in self._peft.named_parameters()
@@ -162,32 +170,29 @@ class Policy:
         Raises RunFailed when the gradient is not finite; the weights are then as they were before the step.
         """
         began = self._clock()
-        packing = pack(sequences, token_budget)
+        packing = pack(weighed(sequences, algorithm), token_budget)
         seconds = {"pack": self._clock() - began, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        signal = any(sequence.advantage != 0.0 for sequence in sequences) and packing.trained_tokens > 0
+        signal = packing.trained_tokens > 0 and (
+            not algorithm.needs_signal or any(sequence.advantage != 0.0 for sequence in sequences)
+        )
         loss = torch.zeros((), device=self.device)
         entropy = torch.zeros((), device=self.device)
-        sums = ClipSums.none(self.device)
+        sums = Sums.none(self.device)
         self._optimizer.zero_grad(set_to_none=True)
         for row in packing.rows:
             began = self._clock()
+            reference = self._reference(row) if algorithm.kl_coef else None
             with torch.set_grad_enabled(signal):
                 logprobs, row_entropy = self._forward(row)
-                row_loss, row_sums = ppo_clip(
-                    logprobs,
-                    torch.from_numpy(row.behaviour).to(self.device),
-                    torch.from_numpy(row.advantage).to(self.device),
-                    torch.from_numpy(row.weight).to(self.device),
-                    clip_low=algorithm.clip_low,
-                    clip_high=algorithm.clip_high,
-                    step_tokens=packing.trained_tokens,
+                part, row_sums = row_loss(
+                    self._tokens(row, logprobs), self._tensor(row.weight), algorithm, reference=reference
                 )
             seconds["forward"] += self._clock() - began
             if signal:
                 began = self._clock()
-                row_loss.backward()  # type: ignore[no-untyped-call]
+                part.backward()  # type: ignore[no-untyped-call]
                 seconds["backward"] += self._clock() - began
-            loss += row_loss.detach()
+            loss += part.detach()
             entropy += row_entropy.sum()
             sums += row_sums
         progress("after_backward")
@@ -209,6 +214,7 @@ class Policy:
             clip_high_fraction=mean(sums.clipped_high),
             k1=mean(sums.k1),
             k3=mean(sums.k3),
+            kl=mean(sums.kl),
             entropy=mean(entropy),
             lr=lr,
             stepped=signal,
@@ -241,18 +247,54 @@ class Policy:
                 f"a sequence of {int(row.position_ids.max()) + 1} tokens is longer than the model's sliding window "
                 f"of {self._window}, which packed rows do not follow. Lower sampling.max_new_tokens"
             )
-        hidden: Tensor = self._decoder(
-            input_ids=torch.from_numpy(row.token_ids).to(self.device)[None],
-            position_ids=torch.from_numpy(row.position_ids).to(self.device)[None],
+        return self._logprobs(row, self._decoder, self._head)
+
+    def _logprobs(self, row: PackedRow, decoder: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
+        hidden: Tensor = decoder(
+            input_ids=self._tensor(row.token_ids)[None],
+            position_ids=self._tensor(row.position_ids)[None],
             use_cache=False,
             row=row_attention(row, self.device, self.dtype),
         ).last_hidden_state
         return token_logprobs(
-            hidden[0].index_select(0, torch.from_numpy(row.predictor).to(self.device)),
-            self._head,
-            torch.from_numpy(row.target).to(self.device),
-            self.temperature,
+            hidden[0].index_select(0, self._tensor(row.predictor)), head, self._tensor(row.target), self.temperature
         )
+
+    def _tokens(self, row: PackedRow, logprobs: Tensor) -> Tokens:
+        """A row's trained tokens, as objectives take them."""
+        numbers = np.unique(row.sequence, return_inverse=True)[1]
+        return Tokens(
+            logprobs=logprobs,
+            behaviour=self._tensor(row.behaviour),
+            advantages=self._tensor(row.advantage),
+            staleness=self._tensor(row.staleness),
+            sequence=self._tensor(numbers),
+            teacher=self._teacher_logprobs(row),
+        )
+
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _reference(self, row: PackedRow) -> Tensor:
+        """Logprobs of a row's trained tokens under the base model: the adapter is switched off, nothing is copied."""
+        with torch.no_grad(), self._peft.disable_adapter():
+            return self._forward(row)[0]
+
+    def _teacher_logprobs(self, row: PackedRow) -> Tensor | None:
+        if self._teacher is None:
+            return None
+        with torch.no_grad():
+            return self._logprobs(row, self._teacher.get_decoder(), self._teacher.get_output_embeddings())[0]
+
+    def _load_teacher(self, directory: Path) -> PreTrainedModel:
+        teacher = _load_base(directory, self.dtype).to(self.device).eval().requires_grad_(False)
+        ours, theirs = self._head.weight.shape[0], teacher.get_output_embeddings().weight.shape[0]
+        if ours != theirs:
+            raise ModelError(
+                f"algorithm.teacher: {directory} has {theirs} tokens, the model {ours}. Distillation compares token by "
+                "token: choose a teacher with the same tokenizer"
+            )
+        return teacher
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -397,6 +439,20 @@ class Policy:
         torch.set_rng_state(random["cpu"])
         if self.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"])
+
+
+def weighed(sequences: Sequence[TokenSequence], algorithm: AlgorithmSection) -> list[TokenSequence]:
+    """The sequences of a whole step, each with what one of its tokens counts in the step's loss."""
+    weights = token_weights(
+        [int(sequence.trained.sum()) for sequence in sequences],
+        [sequence.episode or f"#{index}" for index, sequence in enumerate(sequences)],
+        algorithm.normalisation or "token",
+        algorithm.normalisation_length,
+    )
+    return [
+        replace(sequence, weight=sequence.weight * float(weight))
+        for sequence, weight in zip(sequences, weights, strict=True)
+    ]
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

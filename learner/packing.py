@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,8 @@ class TokenSequence:
 
     `token_ids` int32 [n]; `behaviour` float32 [n], the logprobs when sampled; `trained` bool [n], which tokens were
     sampled (never the first: nothing predicts it). `advantage` and `weight` hold for each of its trained tokens.
-    Only sequences of one `group` share prompts.
+    Only sequences of one `group` share prompts. `staleness` int [n]: how many versions old the policy was that sampled
+    each token; None: fresh. Sequences of one `episode` count as one; empty: this one counts by itself.
     """
 
     token_ids: Ids
@@ -39,6 +40,8 @@ class TokenSequence:
     advantage: float
     group: str
     weight: float = 1.0
+    staleness: npt.NDArray[np.integer[Any]] | None = None
+    episode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class PackedRow:
     advantage: Floats
     """[m]"""
     weight: Floats
+    """[m]"""
+    staleness: Indices
     """[m]"""
     sequence: Indices
     """[m], which of the packed sequences it belongs to"""
@@ -266,9 +271,14 @@ def _lay_out(sequences: Sequence[TokenSequence], blocks: Sequence[_Block]) -> Pa
         ),
         advantage=per_token([sequences[i].advantage for i in order]),
         weight=per_token([sequences[i].weight for i in order]),
+        staleness=np.concatenate([_staleness(sequences[i], at) for i, at in zip(order, offset, strict=True)]),
         sequence=np.repeat(np.asarray(order, dtype=np.int64), [len(trained) for trained in offset]),
         offset=np.concatenate(offset),
     )
+
+
+def _staleness(sequence: TokenSequence, at: Indices) -> Indices:
+    return np.zeros_like(at) if sequence.staleness is None else sequence.staleness[at].astype(np.int64)
 
 
 def tiles(row: PackedRow, limit: int) -> list[Tile]:

@@ -40,7 +40,7 @@ from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_slots
-from learner.batch import BatchFigures, figures_of, outcomes_of
+from learner.batch import BatchFigures, figures_of, outcomes_of, teaches
 from learner.branch import Origin, fetch_branch
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
@@ -120,6 +120,8 @@ class Learner:
         self._groups_changed = asyncio.Event()
         self._waiting_share = Share(memory=60.0)
         self._rewards: list[float] = []
+        self._replaced: list[Held] = []
+        """Groups without signal that others replace in the next step; they count in its figures."""
         self._verifier = Verifier(store, algorithm)
         self._step_seconds: list[float] = []
         self._paused = False
@@ -445,6 +447,7 @@ class Learner:
                     f"run {self.spec.run.name}: {limit} groups failed in a row, the last one with: "
                     f"{self._intake.last_failure}. Mend that and start again; the run goes on from its last commit"
                 )
+            await self._replace_flat()
             if not self._paused:
                 batch = self._buffer.take(self._rule.groups_per_step)
                 if batch is not None:
@@ -462,6 +465,16 @@ class Learner:
             await held.delivery.ack()
             self._intake.let_go([held.id])
 
+    async def _replace_flat(self) -> None:
+        """Dynamic sampling: close groups that teach nothing, within the step's bound, so that others are issued."""
+        bound = int(self.spec.algorithm.dynamic_sampling * self._rule.groups_per_step)
+        for held in self._buffer.take_flat(lambda group: teaches(group, self.spec), bound - len(self._replaced)):
+            self._replaced.append(held)
+            self._intake.close(held.id, "skipped", [])
+            self._credit_changed.set()
+            await held.delivery.ack()
+            self._intake.let_go([held.id])
+
     # -------------------------------------------------------------------------------------------------------- a step
 
     async def _step(self, batch: Sequence[Held], wait: float) -> None:
@@ -470,7 +483,7 @@ class Learner:
         began = self._clock()
         links = [held.headers for held in batch]
         with tracing.span("step", parent={}, links=links, run=head.run, step=head.step + 1) as span:
-            figures = figures_of(batch, head.head)
+            figures = figures_of([*batch, *self._replaced], head.head)
             weights = await self._verifier.weights_for(batch, self._session.adapters)
             name = f"run {head.run}, step {head.step + 1}"
             report = await self._in_thread(lambda: self._verifier.check(self._policy, batch, weights, name))
@@ -481,6 +494,7 @@ class Learner:
             published, record = await self._commit(batch, figures, stats, report, seconds)
             span.set_attribute("farflung.reward", figures.reward)
             span.set_attribute("farflung.version", self._session.head.head)
+        self._replaced.clear()
         if published:
             self._activator.wake.set()
         self._credit_changed.set()
@@ -489,7 +503,8 @@ class Learner:
 
     def _optimize(self, batch: Sequence[Held]) -> StepStats:
         groups = [held.group for held in batch]
-        return train(self._policy, groups, self.spec, progress=lambda point: faults.reached(f"learner.{point}"))
+        head = self._session.head.head
+        return train(self._policy, groups, self.spec, head, progress=lambda point: faults.reached(f"learner.{point}"))
 
     async def _commit(
         self,
@@ -515,7 +530,7 @@ class Learner:
             optimizer_ref = await self._session.store_blob(step, "optimizer", optimizer)
             faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
-            outcomes = outcomes_of(batch)
+            outcomes = outcomes_of(batch, self.spec)
             closed = [
                 (outcome, held.ready.lengths, held.ready.seconds.get("group"))
                 for held, (_, outcome) in zip(batch, outcomes, strict=True)
