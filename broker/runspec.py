@@ -140,6 +140,20 @@ class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     max_staleness: Annotated[
         int, Meta(ge=0, le=64, description="How many versions old a trained token may be; 0 is on-policy.")
     ] = 2
+    mean_staleness: Annotated[
+        Positive | None,
+        Meta(
+            description="When the groups that wait for the learner are staler than this in the mean, fewer are issued. "
+            "Leave out: max_staleness alone bounds it."
+        ),
+    ] = None
+    priority: Annotated[
+        Literal["oldest", "reward_variance"],
+        Meta(
+            description="Which waiting groups a step takes first. With reward_variance (largest first) others may wait "
+            "until they are too stale."
+        ),
+    ] = "oldest"
     publish_every: Annotated[int, Meta(ge=1, description="Steps between two published versions.")] = 1
     min_group_size: Annotated[
         int, Meta(ge=0, description="A group with at least this many good episodes is trained. 0: half of group_size.")

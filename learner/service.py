@@ -51,6 +51,7 @@ from learner.intake import Intake
 from learner.janitor import Janitor
 from learner.ledger import Ledger, Outcome
 from learner.lineage import lineage
+from learner.priority import PRIORITIES
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
@@ -111,9 +112,11 @@ class Learner:
         self._clock = clock
         self._make_policy = policy or self._load_policy
         algorithm = spec.algorithm
-        self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
+        self._rule = CreditRule(
+            algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every, algorithm.mean_staleness
+        )
         self._ledger = Ledger()
-        self._buffer = Buffer()
+        self._buffer = Buffer(PRIORITIES[algorithm.priority])
         self._tails = Tails()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._credit_changed = asyncio.Event()
@@ -401,7 +404,12 @@ class Learner:
         head = self._session.head
         if head.active < head.first:
             return 0
-        window = self._rule.credit(head=head.head, active=head.active, open_groups=self._ledger.open_groups)
+        window = self._rule.credit(
+            head=head.head,
+            active=head.active,
+            open_groups=self._ledger.open_groups,
+            waiting_staleness=self._buffer.mean_staleness(head.head),
+        )
         left = (self.spec.run.steps - head.step) * self._rule.groups_per_step - self._ledger.open_groups
         return min(window, left)
 
@@ -470,7 +478,7 @@ class Learner:
         bound = int(self.spec.algorithm.dynamic_sampling * self._rule.groups_per_step)
         for held in self._buffer.take_flat(lambda group: teaches(group, self.spec), bound - len(self._replaced)):
             self._replaced.append(held)
-            self._intake.close(held.id, "skipped", [])
+            self._intake.close(held.id, "skipped", held.ready.lengths, held.ready.seconds.get("group"))
             self._credit_changed.set()
             await held.delivery.ack()
             self._intake.let_go([held.id])

@@ -12,6 +12,7 @@ import pytest
 from broker.errors import ConfigError
 from broker.runspec import OBJECTIVES, RunSpec, fleet_of
 from deploy.config import check, load, render
+from learner.priority import PRIORITIES
 
 GOOD: dict[str, Any] = {
     "run": {"name": "r", "model": "m"},
@@ -100,6 +101,11 @@ def test_dr_grpo_divides_by_the_longest_possible_completion() -> None:
     many = plain | {"environment": {"environment": "e.py:E", "max_turns": 3}}
     assert check(many, "x").algorithm.normalisation_length == 768
     assert check(changed("algorithm.normalisation", "token"), "x").algorithm.normalisation_length is None
+
+
+def test_every_priority_that_can_be_configured_exists() -> None:
+    for name in PRIORITIES:
+        assert check(changed("algorithm.priority", name), "x").algorithm.priority == name
 
 
 def test_a_missing_key_is_named_with_its_meaning() -> None:

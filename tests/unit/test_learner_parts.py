@@ -19,6 +19,7 @@ from learner.batch import figures_of, outcomes_of, rewards_of, sequences_of, tea
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
 from learner.janitor import Leases
+from learner.priority import PRIORITIES
 from learner.readings import StepLog
 from learner.sweep import contested, losers, place_of, removable_groups, removable_versions
 
@@ -66,6 +67,21 @@ def test_the_oldest_version_is_trained_first_then_the_earliest_task() -> None:
     assert len(buffer) == 4
     assert [item.id for item in buffer.take(3) or []] == ["g4", "g5", "g1"]
     assert "g2" in buffer
+
+
+def test_another_priority_takes_the_groups_whose_rewards_differ_most() -> None:
+    buffer = Buffer(PRIORITIES["reward_variance"])
+    for index, rewards in ((1, (0.0, 0.5)), (2, (0.0, 1.0)), (3, (1.0, 1.0)), (4, (0.0, 1.0))):
+        buffer.add(held(index, version=9 - index, rewards=rewards))
+    assert [item.id for item in buffer.take(3) or []] == ["g4", "g2", "g1"]
+
+
+def test_the_staleness_of_what_waits_is_its_mean_distance_from_the_head() -> None:
+    buffer = Buffer()
+    assert buffer.mean_staleness(7) == 0
+    for index, version in ((1, 5), (2, 6), (3, 7)):
+        buffer.add(held(index, version))
+    assert buffer.mean_staleness(7) == pytest.approx(1)
 
 
 def test_groups_without_signal_make_room_for_others_within_a_bound() -> None:

@@ -15,13 +15,14 @@ import safetensors.torch
 import torch
 import transformers
 from peft import PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from broker.adapters import adapter_config, write_adapter_directory
 from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
 from broker.runspec import OBJECTIVES, AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
-from learner.attention import TILE
+from learner.attention import TILE, block_mask
 from learner.model import Policy
 from learner.packing import TokenSequence, pack, tiles
 from learner.truth import compare, verdict
@@ -125,6 +126,82 @@ def test_a_packed_step_has_the_loss_and_gradient_of_one_sequence_at_a_time(tiny_
     for name, gradient in gradients.items():
         assert expected[name].abs().max() > 0
         torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-3, atol=1e-6)
+
+
+def forked_turns(depth: int = 3) -> list[TokenSequence]:
+    """An agent's conversation that forks after every turn: a prefix tree `depth` levels below the prompt."""
+    random = np.random.default_rng(11)
+
+    def grow(history: list[int], trained: list[bool], level: int) -> list[tuple[list[int], list[bool]]]:
+        said = random.integers(3, 259, int(random.integers(6, 40))).tolist()
+        reply = random.integers(3, 259, int(random.integers(4, 300 if level == 2 else 30))).tolist()
+        ids, mask = [*history, *said, *reply], [*trained, *[False] * len(said), *[True] * len(reply)]
+        if level == depth:
+            return [(ids, mask)]
+        return [found for _ in range(2) for found in grow(ids, mask, level + 1)]
+
+    made = []
+    for ids, mask in [*grow([], [], 0), *grow([], [], 0)]:
+        trained = np.asarray(mask)
+        behaviour = np.where(trained, random.normal(-4, 1, len(ids)), 0).astype(np.float32)
+        made.append(TokenSequence(np.asarray(ids, np.int32), behaviour, trained, float(random.normal()), "agent"))
+    return made
+
+
+@pytest.mark.parametrize("budget", [100_000, 700])
+def test_deep_prefix_trees_give_the_numbers_and_gradient_of_one_sequence_at_a_time(taught: Policy, budget: int) -> None:
+    batch = forked_turns()
+    packing = pack(batch, budget)
+    assert packing.saved_tokens > packing.computed_tokens / 4
+    assert max(len(segment) for row in packing.rows for segment in row.segments if segment.parent is not None) > TILE
+    results = []
+    for given, tokens in (([replace(s, group=f"{i}") for i, s in enumerate(batch)], 64), (batch, budget)):
+        taught.load_adapter_bytes(TRAINED[0])
+        results.append((taught.score(rows_of(given)), step(taught, given, budget=tokens)))
+    for alone, packed in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_allclose(packed, alone, atol=2e-5)
+    for name, gradient in results[0][1].items():
+        difference = (results[1][1][name] - gradient).norm() / gradient.norm()
+        assert difference < 1e-4, (name, difference)
+
+
+def test_flex_attention_sees_what_the_tiles_see(taught: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards only: FlexAttention has no backward pass on a CPU."""
+    taught.load_adapter_bytes(TRAINED[0])
+    batch = rows_of(forked_turns())
+    tiles_say = taught.score(batch)
+    monkeypatch.setattr("learner.model.row_attention", lambda row, device, dtype: block_mask(row, device))
+    for flex, tile in zip(taught.score(batch), tiles_say, strict=True):
+        np.testing.assert_allclose(flex, tile, atol=2e-5)
+
+
+class LargestLogits(TorchDispatchMode):
+    """Watches how many numbers the largest new tensor over the vocabulary has."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == self.vocabulary:
+                self.numbers = max(self.numbers, value.numel())
+        return result
+
+
+def test_no_logits_are_held_for_a_whole_row(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of many trained tokens makes no tensor of their number times the vocabulary, forwards or backwards."""
+    policy, batch = make(tiny_model), sequences(seed=12, groups=8, size=4, reply=90)
+    logits = 259 * sum(int(s.trained.sum()) for s in batch)
+    largest = []
+    for at_once in (1 << 24, 40 * 259):
+        monkeypatch.setattr("learner.logprobs.LOGITS_AT_ONCE", at_once)
+        with LargestLogits(259) as watched:
+            policy.train_step(batch, token_budget=100_000, algorithm=ALGORITHM)
+        largest.append(watched.numbers)
+    assert largest == [logits, 40 * 259]
 
 
 TRAINED: list[bytes] = []
