@@ -309,6 +309,10 @@ class OptimizerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     token_budget: Annotated[
         int, Meta(ge=64, description="Tokens in one packed forward and backward pass; bounds memory.")
     ] = 2048
+    gradient_checkpointing: Annotated[
+        bool,
+        Meta(description="Compute layers again for the backward pass: a third more work, for when memory runs out."),
+    ] = False
 
 
 class LoraSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

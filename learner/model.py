@@ -7,39 +7,50 @@ bit. It knows nothing of runs, brokers or stores.
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from broker.adapters import CONFIG_KEY, adapter_config
 from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
 from broker.messages import Floats
 from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
-from learner.attention import IMPLEMENTATION, row_attention
+from learner.attention import IMPLEMENTATION
+from learner.device_row import DeviceRow
+from learner.flops import Shape, peak_flops, row_flops
 from learner.logprobs import token_logprobs
+from learner.memory import advice, available_bytes, peak_bytes
 from learner.objectives.loss import Sums, row_loss
 from learner.objectives.normalisation import token_weights
 from learner.objectives.tokens import Tokens
-from learner.packing import PackedRow, TokenSequence, pack
+from learner.packing import PackedRow, Packing, TokenSequence, pack
+
+log = logging.getLogger(__name__)
 
 STATE_KEY = "optimizer_state"
 """The metadata key of the optimizer's blob that holds what is no tensor."""
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps for each parameter."""
+
+ADVISE_AT = 3
+"""The optimizer step after which memory has been seen at its fullest, and advice about it is given."""
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest mean difference in logprob between a packed and a plain pass: far above rounding, far below a wrong mask."""
@@ -68,6 +79,10 @@ class StepStats:
     trained_tokens: int
     computed_tokens: int
     packed_fill: float
+    mfu: float
+    """Model FLOPs over what the device could have done in the passes' time; 0 when nothing is stepped."""
+    peak_memory: int
+    """The most bytes that were in use so far."""
     seconds: dict[str, float]
     """pack, forward, backward, optimizer"""
 
@@ -132,6 +147,9 @@ class Policy:
             for name, parameter in self._peft.named_parameters()
             if parameter.requires_grad
         }
+        self._shape = Shape.of(self._decoder, self._head)
+        if optimizer.gradient_checkpointing:
+            _checkpoint_layers(self._causal)
         self._optimizer = torch.optim.AdamW(
             self._weights.values(),
             lr=optimizer.lr,
@@ -179,18 +197,17 @@ class Policy:
         entropy = torch.zeros((), device=self.device)
         sums = Sums.none(self.device)
         self._optimizer.zero_grad(set_to_none=True)
-        for row in packing.rows:
+        for row in self._prepared(packing.rows):
             began = self._clock()
             reference = self._reference(row) if algorithm.kl_coef else None
-            with torch.set_grad_enabled(signal):
+            with torch.set_grad_enabled(signal), self._out_of_memory():
                 logprobs, row_entropy = self._forward(row)
-                part, row_sums = row_loss(
-                    self._tokens(row, logprobs), self._tensor(row.weight), algorithm, reference=reference
-                )
+                part, row_sums = row_loss(self._tokens(row, logprobs), row.weight, algorithm, reference=reference)
             seconds["forward"] += self._clock() - began
             if signal:
                 began = self._clock()
-                part.backward()  # type: ignore[no-untyped-call]
+                with self._out_of_memory():
+                    part.backward()  # type: ignore[no-untyped-call]
                 seconds["backward"] += self._clock() - began
             loss += part.detach()
             entropy += row_entropy.sum()
@@ -202,6 +219,9 @@ class Policy:
             grad_norm = self._step(lr)
         seconds["optimizer"] = self._clock() - began
         progress("after_optimizer")
+
+        if self.step == ADVISE_AT and (problem := self.advice()):
+            log.warning("%s", problem)
 
         def mean(total: Tensor) -> float:
             return total.item() / max(1, packing.trained_tokens)
@@ -221,6 +241,8 @@ class Policy:
             trained_tokens=packing.trained_tokens,
             computed_tokens=packing.computed_tokens,
             packed_fill=packing.fill,
+            mfu=self._mfu(packing, seconds) if signal else 0.0,
+            peak_memory=peak_bytes(self.device),
             seconds=seconds,
         )
 
@@ -240,47 +262,77 @@ class Policy:
         self.step += 1
         return norm
 
-    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of a row's trained tokens, float32 [m] each."""
+    def _mfu(self, packing: Packing, seconds: dict[str, float]) -> float:
+        flops = sum(row_flops(self._shape, row) for row in packing.rows)
+        spent = max(1e-9, seconds["forward"] + seconds["backward"])
+        return flops / spent / peak_flops(self.device, self.dtype)
+
+    def advice(self) -> str | None:
+        """What about memory a person should change, after some steps; None when all is well."""
+        return advice(
+            checkpointing=self._settings.gradient_checkpointing,
+            peak=peak_bytes(self.device),
+            available=available_bytes(self.device),
+        )
+
+    @contextmanager
+    def _out_of_memory(self) -> Iterator[None]:
+        """Say what to do about it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"step {self.step}: the device has too little memory for rows of {self._settings.token_budget} tokens. "
+                "Lower optimizer.token_budget, or set optimizer.gradient_checkpointing = true; the last committed step "
+                f"is intact ({error})"
+            ) from error
+
+    def _prepared(self, rows: Sequence[PackedRow]) -> Iterator[DeviceRow]:
+        """Rows on the device, each made ready while the one before is computed."""
+        with ThreadPoolExecutor(1, thread_name_prefix="rows") as ahead:
+            waiting = deque(ahead.submit(self._prepare, row) for row in rows[:1])
+            for following in [*rows[1:], None]:
+                row = waiting.popleft().result() if waiting else None
+                if following is not None:
+                    waiting.append(ahead.submit(self._prepare, following))
+                if row is not None:
+                    yield row
+
+    def _prepare(self, row: PackedRow) -> DeviceRow:
         if self._window is not None and int(row.position_ids.max()) >= self._window:
             raise ModelError(
                 f"a sequence of {int(row.position_ids.max()) + 1} tokens is longer than the model's sliding window "
                 f"of {self._window}, which packed rows do not follow. Lower sampling.max_new_tokens"
             )
+        return DeviceRow.of(row, self.device, self.dtype)
+
+    def _forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of a row's trained tokens, float32 [m] each."""
         return self._logprobs(row, self._decoder, self._head)
 
-    def _logprobs(self, row: PackedRow, decoder: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, row: DeviceRow, decoder: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
         hidden: Tensor = decoder(
-            input_ids=self._tensor(row.token_ids)[None],
-            position_ids=self._tensor(row.position_ids)[None],
-            use_cache=False,
-            row=row_attention(row, self.device, self.dtype),
+            input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False, row=row.attention
         ).last_hidden_state
-        return token_logprobs(
-            hidden[0].index_select(0, self._tensor(row.predictor)), head, self._tensor(row.target), self.temperature
-        )
+        return token_logprobs(hidden[0].index_select(0, row.predictor), head, row.target, self.temperature)
 
-    def _tokens(self, row: PackedRow, logprobs: Tensor) -> Tokens:
+    def _tokens(self, row: DeviceRow, logprobs: Tensor) -> Tokens:
         """A row's trained tokens, as objectives take them."""
-        numbers = np.unique(row.sequence, return_inverse=True)[1]
         return Tokens(
             logprobs=logprobs,
-            behaviour=self._tensor(row.behaviour),
-            advantages=self._tensor(row.advantage),
-            staleness=self._tensor(row.staleness),
-            sequence=self._tensor(numbers),
+            behaviour=row.behaviour,
+            advantages=row.advantage,
+            staleness=row.staleness,
+            sequence=row.sequence,
             teacher=self._teacher_logprobs(row),
         )
 
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _reference(self, row: PackedRow) -> Tensor:
+    def _reference(self, row: DeviceRow) -> Tensor:
         """Logprobs of a row's trained tokens under the base model: the adapter is switched off, nothing is copied."""
         with torch.no_grad(), self._peft.disable_adapter():
             return self._forward(row)[0]
 
-    def _teacher_logprobs(self, row: PackedRow) -> Tensor | None:
+    def _teacher_logprobs(self, row: DeviceRow) -> Tensor | None:
         if self._teacher is None:
             return None
         with torch.no_grad():
@@ -312,8 +364,9 @@ class Policy:
         sequences = [TokenSequence(row.ids, row.behaviour, row.trained, advantage=0.0, group="score") for row in rows]
         scores = [np.zeros(len(row), dtype=np.float32) for row in rows]
         with torch.no_grad(), self._under(adapter):
-            for packed in pack(sequences, self._settings.token_budget).rows:
-                logprobs = self._forward(packed)[0].cpu().numpy()
+            packed_rows = pack(sequences, self._settings.token_budget).rows
+            for packed, prepared in zip(packed_rows, self._prepared(packed_rows), strict=True):
+                logprobs = self._forward(prepared)[0].cpu().numpy()
                 for index in np.unique(packed.sequence):
                     own = packed.sequence == index
                     scores[index][packed.offset[own]] = logprobs[own]
@@ -469,6 +522,17 @@ def _load_base(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"{model_dir} cannot be loaded as a causal language model: {error}") from error
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only each layer's input, and compute the layer again for the backward pass.
+
+    `transformers` does so for layers in training mode; only the layers themselves are put in it, so that no dropout is.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def _sliding_window(base: PreTrainedModel, model_dir: Path) -> int | None:

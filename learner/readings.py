@@ -41,13 +41,15 @@ def step_figures(
         "entropy": stats.entropy,
         "lr": stats.lr,
         "packed_fill": stats.packed_fill,
+        "mfu": stats.mfu,
+        "peak_memory": float(stats.peak_memory),
         "truth_mean": report.overall.mean,
         "truth_p99": report.overall.percentile99,
         "sampled_tokens": float(figures.sampled_tokens),
         "trained_tokens": float(stats.trained_tokens),
         "computed_tokens": float(stats.computed_tokens),
         "tokens_per_second": stats.computed_tokens / max(seconds["train"], 1e-9),
-        **{f"seconds_{part}": value for part, value in seconds.items()},
+        **{f"seconds_{part}": value for part, value in (*seconds.items(), *stats.seconds.items())},
     }
 
 

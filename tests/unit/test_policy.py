@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import safetensors.torch
 import torch
 import transformers
 from peft import PeftModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from broker.adapters import adapter_config, write_adapter_directory
@@ -23,6 +26,8 @@ from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, 
 from broker.runspec import OBJECTIVES, AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
 from learner.attention import TILE, block_mask
+from learner.flops import row_flops
+from learner.memory import advice
 from learner.model import Policy
 from learner.packing import TokenSequence, pack, tiles
 from learner.truth import compare, verdict
@@ -170,7 +175,7 @@ def test_flex_attention_sees_what_the_tiles_see(taught: Policy, monkeypatch: pyt
     taught.load_adapter_bytes(TRAINED[0])
     batch = rows_of(forked_turns())
     tiles_say = taught.score(batch)
-    monkeypatch.setattr("learner.model.row_attention", lambda row, device, dtype: block_mask(row, device))
+    monkeypatch.setattr("learner.device_row.row_attention", lambda row, device, dtype: block_mask(row, device))
     for flex, tile in zip(taught.score(batch), tiles_say, strict=True):
         np.testing.assert_allclose(flex, tile, atol=2e-5)
 
@@ -267,6 +272,102 @@ def test_distillation_pulls_the_policy_towards_its_teacher(tiny_model: Path, tmp
 def test_a_teacher_with_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="64 tokens, the model 259"):
         make(tiny_model, teacher_dir=save(tmp_path, "Qwen2", **SMALL))
+
+
+def test_gradient_checkpointing_computes_layers_again_and_changes_nothing(tiny_model: Path) -> None:
+    plain = trained_policy(tiny_model)
+    settings = OptimizerSection(lr=1e-2, max_grad_norm=1e6, weight_decay=0.01, gradient_checkpointing=True)
+    frugal = make(tiny_model, optimizer=settings)
+    frugal.load_adapter_bytes(plain.adapter_bytes())
+    calls = []
+    for policy in (plain, frugal):
+        count = [0]
+        for layer in policy._decoder.layers:  # type: ignore[union-attr]
+            layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        calls.append(count)
+    batch = sequences(seed=2, groups=2)
+    expected, found = step(plain, batch, budget=100_000), step(frugal, batch, budget=100_000)
+    assert (calls[0][0], calls[1][0]) == (2, 4)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name])
+
+
+def test_the_next_row_is_made_ready_while_one_is_computed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward pass waits until the preparation of the next row has begun; none does in vain."""
+    policy = make(tiny_model)
+    batch = sequences(seed=3, groups=4)
+    rows = len(pack(batch, 150).rows)
+    assert rows > 2
+    begun: list[threading.Event] = [threading.Event() for _ in range(rows)]
+    prepare, forward = policy._prepare, policy._forward
+    prepared, computed = iter(begun), iter([*begun[1:], None])
+
+    def watched_prepare(row: Any) -> Any:
+        next(prepared).set()
+        return prepare(row)
+
+    def watched_forward(row: Any) -> Any:
+        following = next(computed)
+        assert following is None or following.wait(30)
+        return forward(row)
+
+    monkeypatch.setattr(policy, "_prepare", watched_prepare)
+    monkeypatch.setattr(policy, "_forward", watched_forward)
+    assert policy.train_step(batch, token_budget=150, algorithm=ALGORITHM).stepped
+
+
+def test_two_policies_with_one_seed_train_to_the_same_bytes(tiny_model: Path) -> None:
+    first, second = (trained_policy(tiny_model) for _ in range(2))
+    assert first.adapter_bytes() == second.adapter_bytes()
+    assert first.optimizer_bytes() == second.optimizer_bytes()
+
+
+def test_model_flops_are_those_that_torch_counts(tiny_model: Path) -> None:
+    """Against torch's own counter, which sees no fused attention, and of the plain one masked pairs too."""
+    policy = make(tiny_model)
+    batch = sequences(seed=1, groups=1, size=1, reply=20)
+    (row,) = pack(batch, 1000).rows
+    counted = []
+    for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]):
+        policy.train_step(batch, token_budget=1000, algorithm=ALGORITHM)  # the device's peak is measured once
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(kernels):
+            policy.train_step(batch, token_budget=1000, algorithm=ALGORITHM)
+        counted.append(counter.get_total_flops())
+    linear = row_flops(replace(policy._shape, attention=0), row)
+    # The first layer's input needs no gradient.
+    assert linear == pytest.approx(counted[0], rel=0.1)
+    pairs, all_pairs = np.sum(row.position_ids + 1), len(row) ** 2
+    assert (row_flops(policy._shape, row) - linear) * all_pairs / pairs == pytest.approx(
+        counted[1] - counted[0], rel=0.1
+    )
+
+
+def test_a_step_tells_what_share_of_the_device_it_used(tiny_model: Path) -> None:
+    stats = make(tiny_model).train_step(sequences(), token_budget=1000, algorithm=ALGORITHM)
+    assert 0 < stats.mfu < 1
+    assert stats.peak_memory > 0
+
+
+def test_running_out_of_memory_says_what_to_do(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make(tiny_model)
+
+    def fail(row: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(policy, "_forward", fail)
+    with pytest.raises(RunFailed, match=r"optimizer\.token_budget"):
+        policy.train_step(sequences(), token_budget=1000, algorithm=ALGORITHM)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "share", "word"),
+    [(False, 0.95, "= true"), (False, 0.5, None), (True, 0.3, "= false"), (True, 0.7, None), (True, 0.95, None)],
+)
+def test_checkpointing_is_advised_only_when_memory_demands_it(
+    checkpointing: bool, share: float, word: str | None
+) -> None:
+    said = advice(checkpointing=checkpointing, peak=int(share * 1000), available=1000)
+    assert (word in said) if said is not None and word is not None else said is word
 
 
 def test_scores_equal_a_plain_forward_pass(tiny_model: Path, tmp_path: Path) -> None:
