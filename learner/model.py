@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from learner.objectives.loss import Sums, row_loss
 from learner.objectives.normalisation import token_weights
 from learner.objectives.tokens import Tokens
 from learner.packing import PackedRow, Packing, TokenSequence, pack
+from learner.sharding import Shards
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Policy:
     `model_name` is written into the adapter's configuration; it is the name that other machines know, not a path.
     `temperature` divides the logits everywhere, as in the engine. `dtype` is the base's; the adapter is always
     float32. `seed` seeds torch, and with it the adapter's first weights. `teacher_dir` is the model that the objective
-    "distillation" learns from.
+    "distillation" learns from. With `shards` the policy is one of several processes on a node that compute together;
+    all make the same calls, in the same order.
 
     Raises ModelError when a model cannot be loaded, lacks a target module, has other tokens than its teacher, or
     computes in a way that packed rows do not reproduce.
@@ -111,10 +113,13 @@ class Policy:
         seed: int = 0,
         threads: int | None = None,
         teacher_dir: Path | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._shards = shards
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(here) if shards is None else shards.device
         self.dtype = _dtype(dtype, self.device)
         self.temperature = temperature
         self.step = 0
@@ -150,6 +155,8 @@ class Policy:
         self._shape = Shape.of(self._decoder, self._head)
         if optimizer.gradient_checkpointing:
             _checkpoint_layers(self._causal)
+        if shards is not None:
+            shards.spread(_layers(self._decoder, model_dir), list(self._weights.values()))
         self._optimizer = torch.optim.AdamW(
             self._weights.values(),
             lr=optimizer.lr,
@@ -188,7 +195,7 @@ class Policy:
         Raises RunFailed when the gradient is not finite; the weights are then as they were before the step.
         """
         began = self._clock()
-        packing = pack(weighed(sequences, algorithm), token_budget)
+        packing = self._pack(weighed(sequences, algorithm), token_budget)
         seconds = {"pack": self._clock() - began, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         signal = packing.trained_tokens > 0 and (
             not algorithm.needs_signal or any(sequence.advantage != 0.0 for sequence in sequences)
@@ -197,21 +204,31 @@ class Policy:
         entropy = torch.zeros((), device=self.device)
         sums = Sums.none(self.device)
         self._optimizer.zero_grad(set_to_none=True)
-        for row in self._prepared(packing.rows):
+        rows = packing.rows if self._shards is None else self._shards.own(packing.rows)
+        # A process without a row of its own computes along with the others, for nothing.
+        for row, counts in zip(
+            self._prepared([packing.rows[0] if row is None else row for row in rows]),
+            [row is not None for row in rows],
+            strict=True,
+        ):
             began = self._clock()
             reference = self._reference(row) if algorithm.kl_coef else None
             with torch.set_grad_enabled(signal), self._out_of_memory():
                 logprobs, row_entropy = self._forward(row)
                 part, row_sums = row_loss(self._tokens(row, logprobs), row.weight, algorithm, reference=reference)
+                part = part if counts else 0.0 * part
             seconds["forward"] += self._clock() - began
             if signal:
                 began = self._clock()
                 with self._out_of_memory():
                     part.backward()  # type: ignore[no-untyped-call]
                 seconds["backward"] += self._clock() - began
-            loss += part.detach()
-            entropy += row_entropy.sum()
-            sums += row_sums
+            if counts:
+                loss += part.detach()
+                entropy += row_entropy.sum()
+                sums += row_sums
+        if self._shards is not None:
+            sums = self._add_up(self._shards, loss, entropy, sums)
         progress("after_backward")
         began = self._clock()
         lr, grad_norm = self.lr, 0.0
@@ -262,8 +279,16 @@ class Policy:
         self.step += 1
         return norm
 
+    def _add_up(self, shards: Shards, loss: Tensor, entropy: Tensor, sums: Sums) -> Sums:
+        """Make gradient, loss and sums those of all processes' rows. Returns the sums."""
+        own = [getattr(sums, field.name).to(torch.float32) for field in fields(sums)]
+        gradients = [parameter.grad for parameter in self._weights.values() if parameter.grad is not None]
+        shards.add_up([*gradients, loss, entropy, *own])
+        return Sums(*own)
+
     def _mfu(self, packing: Packing, seconds: dict[str, float]) -> float:
         flops = sum(row_flops(self._shape, row) for row in packing.rows)
+        flops /= self._shards.size if self._shards is not None else 1
         spent = max(1e-9, seconds["forward"] + seconds["backward"])
         return flops / spent / peak_flops(self.device, self.dtype)
 
@@ -298,12 +323,17 @@ class Policy:
                 if row is not None:
                     yield row
 
-    def _prepare(self, row: PackedRow) -> DeviceRow:
-        if self._window is not None and int(row.position_ids.max()) >= self._window:
+    def _pack(self, sequences: Sequence[TokenSequence], token_budget: int) -> Packing:
+        packing = pack(sequences, token_budget)
+        longest = max((int(row.position_ids.max()) + 1 for row in packing.rows), default=0)
+        if self._window is not None and longest > self._window:
             raise ModelError(
-                f"a sequence of {int(row.position_ids.max()) + 1} tokens is longer than the model's sliding window "
-                f"of {self._window}, which packed rows do not follow. Lower sampling.max_new_tokens"
+                f"a sequence of {longest} tokens is longer than the model's sliding window of {self._window}, which "
+                "packed rows do not follow. Lower sampling.max_new_tokens"
             )
+        return packing
+
+    def _prepare(self, row: PackedRow) -> DeviceRow:
         return DeviceRow.of(row, self.device, self.dtype)
 
     def _forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
@@ -364,7 +394,7 @@ class Policy:
         sequences = [TokenSequence(row.ids, row.behaviour, row.trained, advantage=0.0, group="score") for row in rows]
         scores = [np.zeros(len(row), dtype=np.float32) for row in rows]
         with torch.no_grad(), self._under(adapter):
-            packed_rows = pack(sequences, self._settings.token_budget).rows
+            packed_rows = self._pack(sequences, self._settings.token_budget).rows
             for packed, prepared in zip(packed_rows, self._prepared(packed_rows), strict=True):
                 logprobs = self._forward(prepared)[0].cpu().numpy()
                 for index in np.unique(packed.sequence):
@@ -533,6 +563,14 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+
+
+def _layers(decoder: nn.Module, model_dir: Path) -> nn.ModuleList:
+    """The decoder's layers. Raises ModelError when it keeps them under no known name."""
+    for name in ("layers", "h", "blocks"):
+        if isinstance(found := getattr(decoder, name, None), nn.ModuleList):
+            return found
+    raise ModelError(f"{model_dir}: the layers of {type(decoder).__name__} are not known, so they cannot be sharded")
 
 
 def _sliding_window(base: PreTrainedModel, model_dir: Path) -> int | None:

@@ -104,7 +104,14 @@ class Retrainer:
     def make(self, groups: Sequence[Group], checkpoint: Checkpoint) -> StepMade:
         spec = msgspec.convert(checkpoint.spec, RunSpec)
         threads = checkpoint.arithmetic.threads if checkpoint.arithmetic else None
-        settings = (spec.run.dtype, spec.lora, spec.optimizer, spec.sampling.temperature, spec.algorithm.teacher, threads)
+        settings = (
+            spec.run.dtype,
+            spec.lora,
+            spec.optimizer,
+            spec.sampling.temperature,
+            spec.algorithm.teacher,
+            threads,
+        )
         if settings != self._made_for:
             # A run that was resumed under another configuration went on like this too: a new policy, the old state.
             state = self._state() if self._made_for else None

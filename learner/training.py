@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from learner.model import Policy, StepStats
 
 
-def new_policy(spec: RunSpec, directory: Path, *, model_name: str, threads: int | None) -> Policy:
+def new_policy(
+    spec: RunSpec,
+    directory: Path,
+    *,
+    model_name: str,
+    threads: int | None,
+    make: Callable[..., Policy] | None = None,
+) -> Policy:
     """The policy of a run before its first step; the model lies in `directory`. Raises ModelError."""
     from learner.model import Policy
 
     teacher = spec.algorithm.teacher
-    return Policy(
+    return (make or Policy)(
         directory,
         model_name=model_name,
         lora=spec.lora,
