@@ -382,6 +382,10 @@ class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     otlp_endpoint: Annotated[
         str, Meta(description="OTLP/HTTP endpoint, such as http://collector:4318. Empty: files in the run directory.")
     ] = ""
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
+        Meta(description="Also log each step's figures to these; each must be installed where the learner runs."),
+    ] = []
 
 
 class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from broker import faults, names
 from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
@@ -57,6 +59,7 @@ from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tails import Tails
 from learner.tasks import check_lengths, load_tasks
+from learner.trackers import Trackers
 from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
 from learner.verification import Verifier
@@ -104,6 +107,7 @@ class Learner:
         self.id = id
         self._roots = roots
         self._steps = StepLog(directory)
+        self._directory = directory
         self._threads = threads
         self._restart = restart
         self._take_over = take_over
@@ -133,6 +137,7 @@ class Learner:
         self._earlier_seconds = 0.0
         self._last: dict[str, float] = {}
         self._detail = "starting"
+        self._trackers: Trackers
         self._session: Session
         self._policy: Policy
         self._feeder: Feeder
@@ -180,11 +185,20 @@ class Learner:
             await self._heads.close()
             await self._registry.remove_node(self.id)
             self._steps.close()
+            if hasattr(self, "_trackers"):
+                await asyncio.to_thread(self._trackers.close)
             self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _claim(self) -> Claim:
         """Check everything that can be refused, then own the run."""
         environment = self.spec.environment
+        self._trackers = await asyncio.to_thread(
+            Trackers,
+            self.spec.observability.trackers,
+            self.spec.run.name,
+            self._directory or Path(),
+            msgspec.to_builtins(self.spec),
+        )
         self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
         if not environment.environment:
             await asyncio.to_thread(
@@ -665,6 +679,7 @@ class Learner:
             seconds["wait"], seconds["train"], seconds["commit"],
         )  # fmt: skip
         self._steps.append({**record, **since})
+        self._trackers.log(head.step, self._last)
 
     def _seconds_left(self, step: int) -> float:
         """What the steps after `step` take at the pace of the last ten."""

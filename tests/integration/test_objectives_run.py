@@ -65,3 +65,15 @@ def test_a_run_with_gspo_rloo_and_a_kl_to_the_base_goes_to_its_end(home: Home, t
     assert len(steps) == STEPS
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert steps[-1]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("objective", ["ppo_clip", "gspo", "cispo"])
+def test_training_raises_the_reward_under_each_objective(home: Home, tiny_model: Path, objective: str) -> None:
+    """The short version of `tests.benchmarks.learning`: letters early in the alphabet, every task with a signal."""
+    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "flat": False} for n in range(20)]
+    home.write("tasks.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    name = objective.replace("_", "-")
+    config = home.write_run(name, tiny_model, run={"steps": 14}, algorithm={"objective": objective})
+    ended = home.farflung("up", config, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["reward_last5"] > ended.json["reward_first5"] + 0.1
