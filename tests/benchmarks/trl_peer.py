@@ -12,7 +12,6 @@ importable.
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.metadata
 import json
 import sys
 import time
@@ -27,8 +26,6 @@ VLLM = "0.31.0"
 
 def claim_vllm() -> None:
     """Make `import vllm` and its version succeed, with what TRL imports and never calls when it syncs adapters."""
-    found = importlib.metadata.version
-    importlib.metadata.version = lambda name: VLLM if name == "vllm" else found(name)
     for name, members in {
         "vllm": (),
         "vllm.utils": (),
@@ -41,6 +38,7 @@ def claim_vllm() -> None:
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
+        module.__version__ = VLLM  # type: ignore[attr-defined]
         for member in members:
             setattr(module, member, None)
         sys.modules[name] = module
