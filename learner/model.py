@@ -70,8 +70,6 @@ class StepStats:
     k1: float
     k3: float
     """Two estimates of KL(behaviour || current), in nats."""
-    kl: float
-    """The estimate of KL(current || reference) that the loss uses, in nats; 0 without one."""
     entropy: float
     """In nats, of the distribution that is sampled from (after temperature)."""
     lr: float
@@ -80,12 +78,14 @@ class StepStats:
     trained_tokens: int
     computed_tokens: int
     packed_fill: float
-    mfu: float
-    """Model FLOPs over what the device could have done in the passes' time; 0 when nothing is stepped."""
-    peak_memory: int
-    """The most bytes that were in use so far."""
     seconds: dict[str, float]
     """pack, forward, backward, optimizer"""
+    kl: float = 0.0
+    """The estimate of KL(current || reference) that the loss uses, in nats; 0 without one."""
+    mfu: float = 0.0
+    """Model FLOPs over what the device could have done in the passes' time; 0 when nothing is stepped."""
+    peak_memory: int = 0
+    """The most bytes that were in use so far."""
 
 
 class Policy:

@@ -186,18 +186,19 @@ class Learner:
             await self._registry.remove_node(self.id)
             self._steps.close()
             if hasattr(self, "_trackers"):
-                await asyncio.to_thread(self._trackers.close)
+                self._trackers.close()
             self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _claim(self) -> Claim:
         """Check everything that can be refused, then own the run."""
         environment = self.spec.environment
-        self._trackers = await asyncio.to_thread(
-            Trackers,
-            self.spec.observability.trackers,
-            self.spec.run.name,
-            self._directory or Path(),
-            msgspec.to_builtins(self.spec),
+        self._trackers = await self._in_thread(
+            lambda: Trackers(
+                self.spec.observability.trackers,
+                self.spec.run.name,
+                self._directory or Path(),
+                msgspec.to_builtins(self.spec),
+            )
         )
         self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
         if not environment.environment:
