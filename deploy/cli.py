@@ -362,6 +362,22 @@ async def status(services: Any, run: str | None, as_json: bool) -> None:
     await queries.status(services, run, as_json)
 
 
+@cli.command()
+@click.argument("run")
+@click.argument("figures", nargs=-1)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Also draw to this PNG.")
+@click.option("--json", "as_json", is_flag=True, help="Print each step's figures instead, one JSON object a line.")
+@query
+async def plot(services: Any, run: str, figures: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+    """Draw a run's FIGURES by step, from the commits in the store; without FIGURES, the usual ones.
+
+    Example:  farflung plot addition reward k3 --out addition.png
+    """
+    from deploy import queries
+
+    await queries.plot(services, run, figures, out, as_json)
+
+
 @cli.group()
 def runs() -> None:
     """List, pause, resume, stop, replay or delete runs."""

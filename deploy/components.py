@@ -218,25 +218,34 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
 async def learner(connection: Connection, spec: RunSpec, id: str, options: LearnerOptions) -> int:
     """Run a learner until its run is finished or stopped; prints its summary as JSON."""
     from learner.branch import Origin
+    from learner.node import PolicyLoader
     from learner.service import Learner
 
-    async with connected(connection, id) as (bus, registry, store):
-        files = await asyncio.to_thread(resolve, spec.run.model, log.info)
-        summary = await Learner(
-            bus,
-            registry,
-            store,
-            spec,
-            files,
-            id=id,
-            roots=options.roots,
-            directory=options.directory,
-            threads=options.threads,
-            restart=options.restart,
-            take_over=options.take_over,
-            origin=Origin.parse(options.origin) if options.origin else None,
-            fresh_optimizer=options.fresh_optimizer,
-        ).run()
+    files = await asyncio.to_thread(resolve, spec.run.model, log.info)
+    loader = PolicyLoader.join(spec, files, options.threads)
+    if not loader.leads:
+        await asyncio.to_thread(loader.follow)
+        return 0
+    try:
+        async with connected(connection, id) as (bus, registry, store):
+            summary = await Learner(
+                bus,
+                registry,
+                store,
+                spec,
+                files,
+                id=id,
+                roots=options.roots,
+                directory=options.directory,
+                threads=options.threads,
+                restart=options.restart,
+                take_over=options.take_over,
+                origin=Origin.parse(options.origin) if options.origin else None,
+                fresh_optimizer=options.fresh_optimizer,
+                policy=loader,
+            ).run()
+    finally:
+        loader.close()
     print(json.dumps(summary.to_json()), flush=True)
     return 0
 

@@ -95,6 +95,8 @@ def _explain(message: str, plain: dict[str, Any]) -> str:
     if missing:
         key = f"{path}.{missing[1]}".lstrip(".")
         return f"{key}: missing; expected {_meaning(key)}"
+    if not path or problem.startswith(f"{path}."):
+        return problem  # a section's own words, with the key's whole path
     got = _value_at(plain, path)
     shown = f" ({got!r})" if got is not None else ""
     return f"{path}: {problem[0].lower()}{problem[1:]}{shown}. {_meaning(path)}"

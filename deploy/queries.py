@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from broker import names
 from broker.adapters import write_adapter_directory
 from broker.bus import Bus
 from broker.chat import ChatTokenizer
-from broker.errors import ConfigError, FarflungError, RunConflict, StoreError
+from broker.errors import ConfigError, FarflungError, ObjectMissing, RunConflict, StoreError
 from broker.messages import Control, Head, Node, VersionRecord
 from broker.models import resolve
 from broker.registry import Registry, Roster
@@ -35,6 +35,7 @@ from deploy.snapshot import Snapshot, snapshot_of
 from deploy.view import print_status
 from learner.history import history_of, newest_head, prefix_of
 from learner.ledger import Ledger
+from learner.lineage import lineage
 from learner.summary import summary_of
 from learner.tails import figures_in
 
@@ -183,6 +184,32 @@ async def replay(services: Services, run: str, model: str | None, as_json: bool)
         plain = [step.to_json() for step in steps]
         click.echo(json.dumps({"run": run, "incarnation": head.incarnation, "identical": identical, "steps": plain}))
     require_identical(run, steps)
+
+
+async def plot(services: Services, run: str, names: Sequence[str], out: Path | None, as_json: bool) -> None:
+    """Draw the figures of every commit that the store still has. Raises ConfigError before the first step."""
+    from deploy.plot import CURVES, png_plot, terminal_plot, values_of
+
+    head = await _head(services, run)
+    records: list[Mapping[str, float]] = []
+    with suppress(ObjectMissing):  # older commits may have been swept
+        async for _, checkpoint in lineage(services.store, head.checkpoint):
+            records.insert(0, checkpoint.record)
+    if not records:
+        raise ConfigError(f"run {run} has made no step yet, so there is nothing to draw")
+    if as_json:
+        for record in records:
+            click.echo(json.dumps(record))
+        return
+    chosen = list(names) or [name for name in CURVES if name in records[-1]]
+    for name in chosen:
+        steps, values = values_of(records, name)
+        services.console.print(f"{name}, steps {steps[0]:.0f} to {steps[-1]:.0f}, last {values[-1]:.4g}", markup=False)
+        for line in terminal_plot(steps, values):
+            services.console.print("  " + line, markup=False, highlight=False)
+    if out is not None:
+        png_plot(out, run, records, chosen)
+        services.console.print(f"drawn to {out}", markup=False)
 
 
 async def delete(services: Services, run: str) -> None:

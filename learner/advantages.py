@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+Advantage = Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"]
+
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, as TRL does, so that nearly equal rewards are not blown up."""
 
@@ -23,11 +25,12 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return bool(np.ptp(values) > EQUAL * max(1.0, float(np.abs(values).max())))
 
 
-def group_advantages(rewards: Sequence[float], kind: Literal["grpo", "dr_grpo"]) -> npt.NDArray[np.float64]:
+def group_advantages(rewards: Sequence[float], kind: Advantage) -> npt.NDArray[np.float64]:
     """The advantage of each episode of one group, float64 [episodes]; zeros when the rewards do not differ.
 
     grpo: (r - mean) / (std + 1e-4), std with n - 1 as TRL has it (DeepSeekMath, arXiv:2402.03300, section 4.1).
-    dr_grpo: r - mean, without the bias towards groups of little variance (Dr. GRPO, arXiv:2503.20783).
+    grpo_no_std, dr_grpo: r - mean, without the bias towards groups of little variance (Dr. GRPO, arXiv:2503.20783).
+    rloo: r - the mean of the others' r, an unbiased baseline (arXiv:2402.14740).
 
     Raises ValueError when a reward is not finite.
     """
@@ -37,6 +40,10 @@ def group_advantages(rewards: Sequence[float], kind: Literal["grpo", "dr_grpo"])
     if not has_signal(rewards):
         return np.zeros(len(values))
     centred: npt.NDArray[np.float64] = values - values.mean()
-    if kind == "dr_grpo":
-        return centred
-    return np.asarray(centred / (values.std(ddof=1) + STD_EPSILON))
+    match kind:
+        case "grpo":
+            return np.asarray(centred / (values.std(ddof=1) + STD_EPSILON))
+        case "rloo":
+            return centred * len(values) / (len(values) - 1)
+        case "grpo_no_std" | "dr_grpo":
+            return centred

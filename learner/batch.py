@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from broker.runspec import RunSpec
 from broker.trajectories import Group
 from learner.advantages import group_advantages, has_signal
 from learner.buffer import Held
 from learner.ledger import Outcome
 from learner.packing import TokenSequence
+from learner.shaping import overlong_punishment
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,58 @@ class BatchFigures:
     signal_groups: int
 
 
-def sequences_of(groups: Sequence[Group], advantage: Literal["grpo", "dr_grpo"]) -> list[TokenSequence]:
-    """Every row of every episode of groups that have signal, with its episode's advantage."""
+def rewards_of(group: Group, spec: RunSpec) -> list[float]:
+    """The rewards that a group's episodes are trained on: the environment's, less what overlong replies lose."""
+    algorithm = spec.algorithm
+    return [
+        episode.reward
+        + overlong_punishment(
+            episode.sampled_tokens,
+            longest=spec.max_completion_tokens,
+            buffer=algorithm.overlong_buffer,
+            penalty=algorithm.overlong_penalty,
+        )
+        for episode in group.episodes
+    ]
+
+
+def teaches(group: Group, spec: RunSpec) -> bool:
+    """Whether a step can learn anything from `group`."""
+    return not spec.algorithm.needs_signal or has_signal(rewards_of(group, spec))
+
+
+def sequences_of(groups: Sequence[Group], spec: RunSpec, head: int) -> list[TokenSequence]:
+    """Every row of every episode of groups that teach, with its episode's advantage, for a step from version `head`.
+
+    The supervised objective imitates: it gets only the episodes that were better than their siblings.
+    """
     found = []
     for group in groups:
-        if not has_signal(group.rewards):
+        if not teaches(group, spec):
             continue
-        values = group_advantages(group.rewards, advantage)
+        values = group_advantages(rewards_of(group, spec), spec.algorithm.advantage)
         for episode, value in zip(group.episodes, values, strict=True):
+            if spec.algorithm.objective == "cross_entropy" and value <= 0:
+                continue
             found += [
-                TokenSequence(row.ids, row.behaviour, row.trained, float(value), group.group)
+                TokenSequence(
+                    row.ids,
+                    row.behaviour,
+                    row.trained,
+                    float(value),
+                    group.group,
+                    staleness=np.where(row.trained, head - row.served_by, 0),
+                    episode=f"{group.group}/{episode.index}",
+                )
                 for row in episode.rows
                 if row.trained.any()
             ]
     return found
 
 
-def outcomes_of(batch: Sequence[Held]) -> list[tuple[str, Outcome]]:
-    """How a step closes each of its groups: trained, or skipped for want of signal."""
-    return [(held.id, "trained" if has_signal(held.group.rewards) else "skipped") for held in batch]
+def outcomes_of(batch: Sequence[Held], spec: RunSpec) -> list[tuple[str, Outcome]]:
+    """How a step closes each of its groups: trained, or skipped since they teach nothing."""
+    return [(held.id, "trained" if teaches(held.group, spec) else "skipped") for held in batch]
 
 
 def figures_of(batch: Sequence[Held], head: int) -> BatchFigures:

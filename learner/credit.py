@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """The three numbers that bound how far generation may run ahead."""
+    """The numbers that bound how far generation may run ahead."""
 
     groups_per_step: int
     max_staleness: int
     publish_every: int
+    mean_staleness: float | None = None
+    """The mean staleness of waiting groups beyond which the window shrinks; None: it never does."""
 
     @property
     def window(self) -> int:
@@ -25,10 +27,18 @@ class CreditRule:
         """
         return (self.publish_every * self.max_staleness + 1) * self.groups_per_step
 
-    def credit(self, *, head: int, active: int, open_groups: int) -> int:
-        """Groups that may be issued now; 0 or less means none."""
-        steps = self.publish_every * (self.max_staleness - (head - active)) + 1
-        return steps * self.groups_per_step - open_groups
+    def credit(self, *, head: int, active: int, open_groups: int, waiting_staleness: float = 0.0) -> int:
+        """Groups that may be issued now; 0 or less means none.
+
+        `waiting_staleness` is the mean staleness of the groups that wait in the buffer. Where it exceeds its bound, the
+        window shrinks in proportion, down to one step's groups: fewer groups wait, each for a shorter time. The learner
+        goes on meanwhile with what there is; were it to wait, nothing would grow fresher.
+        """
+        window = (self.publish_every * (self.max_staleness - (head - active)) + 1) * self.groups_per_step
+        if self.mean_staleness is not None and waiting_staleness > self.mean_staleness:
+            shrunk = max(self.groups_per_step, int(window * self.mean_staleness / waiting_staleness))
+            window = min(window, shrunk)
+        return window - open_groups
 
     def too_stale(self, *, version: int, head: int) -> bool:
         """Whether a group sampled under `version` may no longer be trained on at the step that starts from `head`."""

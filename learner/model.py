@@ -7,10 +7,13 @@ bit. It knows nothing of runs, brokers or stores.
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,22 +24,34 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from broker.adapters import CONFIG_KEY, adapter_config
 from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
 from broker.messages import Floats
 from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
-from learner.attention import IMPLEMENTATION, row_attention
+from learner.attention import IMPLEMENTATION
+from learner.device_row import DeviceRow
+from learner.flops import Shape, peak_flops, row_flops
 from learner.logprobs import token_logprobs
-from learner.objectives.ppo_clip import ClipSums, ppo_clip
-from learner.packing import PackedRow, TokenSequence, pack
+from learner.memory import advice, available_bytes, peak_bytes
+from learner.objectives.loss import Sums, row_loss
+from learner.objectives.normalisation import token_weights
+from learner.objectives.tokens import Tokens
+from learner.packing import PackedRow, Packing, TokenSequence, pack
+from learner.sharding import Shards
+
+log = logging.getLogger(__name__)
 
 STATE_KEY = "optimizer_state"
 """The metadata key of the optimizer's blob that holds what is no tensor."""
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps for each parameter."""
+
+ADVISE_AT = 3
+"""The optimizer step after which memory has been seen at its fullest, and advice about it is given."""
 
 PROOF_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest mean difference in logprob between a packed and a plain pass: far above rounding, far below a wrong mask."""
@@ -65,6 +80,12 @@ class StepStats:
     packed_fill: float
     seconds: dict[str, float]
     """pack, forward, backward, optimizer"""
+    kl: float = 0.0
+    """The estimate of KL(current || reference) that the loss uses, in nats; 0 without one."""
+    mfu: float = 0.0
+    """Model FLOPs over what the device could have done in the passes' time; 0 when nothing is stepped."""
+    peak_memory: int = 0
+    """The most bytes that were in use so far."""
 
 
 class Policy:
@@ -72,10 +93,12 @@ class Policy:
 
     `model_name` is written into the adapter's configuration; it is the name that other machines know, not a path.
     `temperature` divides the logits everywhere, as in the engine. `dtype` is the base's; the adapter is always
-    float32. `seed` seeds torch, and with it the adapter's first weights.
+    float32. `seed` seeds torch, and with it the adapter's first weights. `teacher_dir` is the model that the objective
+    "distillation" learns from. With `shards` the policy is one of several processes on a node that compute together;
+    all make the same calls, in the same order.
 
-    Raises ModelError when the model cannot be loaded, lacks a target module, or computes in a way that packed rows do
-    not reproduce.
+    Raises ModelError when a model cannot be loaded, lacks a target module, has other tokens than its teacher, or
+    computes in a way that packed rows do not reproduce.
     """
 
     def __init__(
@@ -89,10 +112,14 @@ class Policy:
         dtype: str = "auto",
         seed: int = 0,
         threads: int | None = None,
+        teacher_dir: Path | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._shards = shards
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(here) if shards is None else shards.device
         self.dtype = _dtype(dtype, self.device)
         self.temperature = temperature
         self.step = 0
@@ -119,11 +146,17 @@ class Policy:
         self._causal: PreTrainedModel = self._peft.base_model.model
         self._decoder: nn.Module = self._causal.get_decoder()
         self._head: nn.Linear = self._causal.get_output_embeddings()
+        self._teacher = self._load_teacher(teacher_dir) if teacher_dir is not None else None
         self._weights: dict[str, nn.Parameter] = {
             name.replace(".default.", "."): parameter
             for name, parameter in self._peft.named_parameters()
             if parameter.requires_grad
         }
+        self._shape = Shape.of(self._decoder, self._head)
+        if optimizer.gradient_checkpointing:
+            _checkpoint_layers(self._causal)
+        if shards is not None:
+            shards.spread(_layers(self._decoder, model_dir), list(self._weights.values()))
         self._optimizer = torch.optim.AdamW(
             self._weights.values(),
             lr=optimizer.lr,
@@ -162,34 +195,40 @@ class Policy:
         Raises RunFailed when the gradient is not finite; the weights are then as they were before the step.
         """
         began = self._clock()
-        packing = pack(sequences, token_budget)
+        packing = self._pack(weighed(sequences, algorithm), token_budget)
         seconds = {"pack": self._clock() - began, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        signal = any(sequence.advantage != 0.0 for sequence in sequences) and packing.trained_tokens > 0
+        signal = packing.trained_tokens > 0 and (
+            not algorithm.needs_signal or any(sequence.advantage != 0.0 for sequence in sequences)
+        )
         loss = torch.zeros((), device=self.device)
         entropy = torch.zeros((), device=self.device)
-        sums = ClipSums.none(self.device)
+        sums = Sums.none(self.device)
         self._optimizer.zero_grad(set_to_none=True)
-        for row in packing.rows:
+        rows = packing.rows if self._shards is None else self._shards.own(packing.rows)
+        # A process without a row of its own computes along with the others, for nothing.
+        for row, counts in zip(
+            self._prepared([packing.rows[0] if row is None else row for row in rows]),
+            [row is not None for row in rows],
+            strict=True,
+        ):
             began = self._clock()
-            with torch.set_grad_enabled(signal):
+            reference = self._reference(row) if algorithm.kl_coef else None
+            with torch.set_grad_enabled(signal), self._out_of_memory():
                 logprobs, row_entropy = self._forward(row)
-                row_loss, row_sums = ppo_clip(
-                    logprobs,
-                    torch.from_numpy(row.behaviour).to(self.device),
-                    torch.from_numpy(row.advantage).to(self.device),
-                    torch.from_numpy(row.weight).to(self.device),
-                    clip_low=algorithm.clip_low,
-                    clip_high=algorithm.clip_high,
-                    step_tokens=packing.trained_tokens,
-                )
+                part, row_sums = row_loss(self._tokens(row, logprobs), row.weight, algorithm, reference=reference)
+                part = part if counts else 0.0 * part
             seconds["forward"] += self._clock() - began
             if signal:
                 began = self._clock()
-                row_loss.backward()  # type: ignore[no-untyped-call]
+                with self._out_of_memory():
+                    part.backward()  # type: ignore[no-untyped-call]
                 seconds["backward"] += self._clock() - began
-            loss += row_loss.detach()
-            entropy += row_entropy.sum()
-            sums += row_sums
+            if counts:
+                loss += part.detach()
+                entropy += row_entropy.sum()
+                sums += row_sums
+        if self._shards is not None:
+            sums = self._add_up(self._shards, loss, entropy, sums)
         progress("after_backward")
         began = self._clock()
         lr, grad_norm = self.lr, 0.0
@@ -197,6 +236,9 @@ class Policy:
             grad_norm = self._step(lr)
         seconds["optimizer"] = self._clock() - began
         progress("after_optimizer")
+
+        if self.step == ADVISE_AT and (problem := self.advice()):
+            log.warning("%s", problem)
 
         def mean(total: Tensor) -> float:
             return total.item() / max(1, packing.trained_tokens)
@@ -209,12 +251,15 @@ class Policy:
             clip_high_fraction=mean(sums.clipped_high),
             k1=mean(sums.k1),
             k3=mean(sums.k3),
+            kl=mean(sums.kl),
             entropy=mean(entropy),
             lr=lr,
             stepped=signal,
             trained_tokens=packing.trained_tokens,
             computed_tokens=packing.computed_tokens,
             packed_fill=packing.fill,
+            mfu=self._mfu(packing, seconds) if signal else 0.0,
+            peak_memory=peak_bytes(self.device),
             seconds=seconds,
         )
 
@@ -234,25 +279,104 @@ class Policy:
         self.step += 1
         return norm
 
-    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of a row's trained tokens, float32 [m] each."""
-        if self._window is not None and int(row.position_ids.max()) >= self._window:
-            raise ModelError(
-                f"a sequence of {int(row.position_ids.max()) + 1} tokens is longer than the model's sliding window "
-                f"of {self._window}, which packed rows do not follow. Lower sampling.max_new_tokens"
-            )
-        hidden: Tensor = self._decoder(
-            input_ids=torch.from_numpy(row.token_ids).to(self.device)[None],
-            position_ids=torch.from_numpy(row.position_ids).to(self.device)[None],
-            use_cache=False,
-            row=row_attention(row, self.device, self.dtype),
-        ).last_hidden_state
-        return token_logprobs(
-            hidden[0].index_select(0, torch.from_numpy(row.predictor).to(self.device)),
-            self._head,
-            torch.from_numpy(row.target).to(self.device),
-            self.temperature,
+    def _add_up(self, shards: Shards, loss: Tensor, entropy: Tensor, sums: Sums) -> Sums:
+        """Make gradient, loss and sums those of all processes' rows. Returns the sums."""
+        own = [getattr(sums, field.name).to(torch.float32) for field in fields(sums)]
+        gradients = [parameter.grad for parameter in self._weights.values() if parameter.grad is not None]
+        shards.add_up([*gradients, loss, entropy, *own])
+        return Sums(*own)
+
+    def _mfu(self, packing: Packing, seconds: dict[str, float]) -> float:
+        flops = sum(row_flops(self._shape, row) for row in packing.rows)
+        flops /= self._shards.size if self._shards is not None else 1
+        spent = max(1e-9, seconds["forward"] + seconds["backward"])
+        return flops / spent / peak_flops(self.device, self.dtype)
+
+    def advice(self) -> str | None:
+        """What about memory a person should change, after some steps; None when all is well."""
+        return advice(
+            checkpointing=self._settings.gradient_checkpointing,
+            peak=peak_bytes(self.device),
+            available=available_bytes(self.device),
         )
+
+    @contextmanager
+    def _out_of_memory(self) -> Iterator[None]:
+        """Say what to do about it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise RunFailed(
+                f"step {self.step}: the device has too little memory for rows of {self._settings.token_budget} tokens. "
+                "Lower optimizer.token_budget, or set optimizer.gradient_checkpointing = true; the last committed step "
+                f"is intact ({error})"
+            ) from error
+
+    def _prepared(self, rows: Sequence[PackedRow]) -> Iterator[DeviceRow]:
+        """Rows on the device, each made ready while the one before is computed."""
+        with ThreadPoolExecutor(1, thread_name_prefix="rows") as ahead:
+            waiting = deque(ahead.submit(self._prepare, row) for row in rows[:1])
+            for following in [*rows[1:], None]:
+                row = waiting.popleft().result() if waiting else None
+                if following is not None:
+                    waiting.append(ahead.submit(self._prepare, following))
+                if row is not None:
+                    yield row
+
+    def _pack(self, sequences: Sequence[TokenSequence], token_budget: int) -> Packing:
+        packing = pack(sequences, token_budget)
+        longest = max((int(row.position_ids.max()) + 1 for row in packing.rows), default=0)
+        if self._window is not None and longest > self._window:
+            raise ModelError(
+                f"a sequence of {longest} tokens is longer than the model's sliding window of {self._window}, which "
+                "packed rows do not follow. Lower sampling.max_new_tokens"
+            )
+        return packing
+
+    def _prepare(self, row: PackedRow) -> DeviceRow:
+        return DeviceRow.of(row, self.device, self.dtype)
+
+    def _forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of a row's trained tokens, float32 [m] each."""
+        return self._logprobs(row, self._decoder, self._head)
+
+    def _logprobs(self, row: DeviceRow, decoder: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
+        hidden: Tensor = decoder(
+            input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False, row=row.attention
+        ).last_hidden_state
+        return token_logprobs(hidden[0].index_select(0, row.predictor), head, row.target, self.temperature)
+
+    def _tokens(self, row: DeviceRow, logprobs: Tensor) -> Tokens:
+        """A row's trained tokens, as objectives take them."""
+        return Tokens(
+            logprobs=logprobs,
+            behaviour=row.behaviour,
+            advantages=row.advantage,
+            staleness=row.staleness,
+            sequence=row.sequence,
+            teacher=self._teacher_logprobs(row),
+        )
+
+    def _reference(self, row: DeviceRow) -> Tensor:
+        """Logprobs of a row's trained tokens under the base model: the adapter is switched off, nothing is copied."""
+        with torch.no_grad(), self._peft.disable_adapter():
+            return self._forward(row)[0]
+
+    def _teacher_logprobs(self, row: DeviceRow) -> Tensor | None:
+        if self._teacher is None:
+            return None
+        with torch.no_grad():
+            return self._logprobs(row, self._teacher.get_decoder(), self._teacher.get_output_embeddings())[0]
+
+    def _load_teacher(self, directory: Path) -> PreTrainedModel:
+        teacher = _load_base(directory, self.dtype).to(self.device).eval().requires_grad_(False)
+        ours, theirs = self._head.weight.shape[0], teacher.get_output_embeddings().weight.shape[0]
+        if ours != theirs:
+            raise ModelError(
+                f"algorithm.teacher: {directory} has {theirs} tokens, the model {ours}. Distillation compares token by "
+                "token: choose a teacher with the same tokenizer"
+            )
+        return teacher
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -270,8 +394,9 @@ class Policy:
         sequences = [TokenSequence(row.ids, row.behaviour, row.trained, advantage=0.0, group="score") for row in rows]
         scores = [np.zeros(len(row), dtype=np.float32) for row in rows]
         with torch.no_grad(), self._under(adapter):
-            for packed in pack(sequences, self._settings.token_budget).rows:
-                logprobs = self._forward(packed)[0].cpu().numpy()
+            packed_rows = self._pack(sequences, self._settings.token_budget).rows
+            for packed, prepared in zip(packed_rows, self._prepared(packed_rows), strict=True):
+                logprobs = self._forward(prepared)[0].cpu().numpy()
                 for index in np.unique(packed.sequence):
                     own = packed.sequence == index
                     scores[index][packed.offset[own]] = logprobs[own]
@@ -399,6 +524,20 @@ class Policy:
             torch.cuda.set_rng_state(random["cuda"])
 
 
+def weighed(sequences: Sequence[TokenSequence], algorithm: AlgorithmSection) -> list[TokenSequence]:
+    """The sequences of a whole step, each with what one of its tokens counts in the step's loss."""
+    weights = token_weights(
+        [int(sequence.trained.sum()) for sequence in sequences],
+        [sequence.episode or f"#{index}" for index, sequence in enumerate(sequences)],
+        algorithm.normalisation or "token",
+        algorithm.normalisation_length,
+    )
+    return [
+        replace(sequence, weight=sequence.weight * float(weight))
+        for sequence, weight in zip(sequences, weights, strict=True)
+    ]
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     """bfloat16 on a GPU and float32 on a CPU, unless the configuration says which."""
     if name == "auto":
@@ -413,6 +552,25 @@ def _load_base(model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         raise ModelError(f"{model_dir} cannot be loaded as a causal language model: {error}") from error
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only each layer's input, and compute the layer again for the backward pass.
+
+    `transformers` does so for layers in training mode; only the layers themselves are put in it, so that no dropout is.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _layers(decoder: nn.Module, model_dir: Path) -> nn.ModuleList:
+    """The decoder's layers. Raises ModelError when it keeps them under no known name."""
+    for name in ("layers", "h", "blocks"):
+        if isinstance(found := getattr(decoder, name, None), nn.ModuleList):
+            return found
+    raise ModelError(f"{model_dir}: the layers of {type(decoder).__name__} are not known, so they cannot be sharded")
 
 
 def _sliding_window(base: PreTrainedModel, model_dir: Path) -> int | None:

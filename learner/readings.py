@@ -28,6 +28,7 @@ def step_figures(
         "staleness_max": float(figures.staleness_max),
         "length": figures.length_mean,
         "truncated": figures.truncated,
+        "episodes": float(figures.episodes),
         "signal_groups": float(figures.signal_groups),
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
@@ -36,16 +37,19 @@ def step_figures(
         "clip_high": stats.clip_high_fraction,
         "k1": stats.k1,
         "k3": stats.k3,
+        "kl": stats.kl,
         "entropy": stats.entropy,
         "lr": stats.lr,
         "packed_fill": stats.packed_fill,
+        "mfu": stats.mfu,
+        "peak_memory": float(stats.peak_memory),
         "truth_mean": report.overall.mean,
         "truth_p99": report.overall.percentile99,
         "sampled_tokens": float(figures.sampled_tokens),
         "trained_tokens": float(stats.trained_tokens),
         "computed_tokens": float(stats.computed_tokens),
         "tokens_per_second": stats.computed_tokens / max(seconds["train"], 1e-9),
-        **{f"seconds_{part}": value for part, value in seconds.items()},
+        **{f"seconds_{part}": value for part, value in (*seconds.items(), *stats.seconds.items())},
     }
 
 

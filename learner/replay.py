@@ -25,6 +25,7 @@ from broker.models import ModelFiles
 from broker.runspec import RunSpec
 from broker.store import Store
 from broker.trajectories import Group
+from learner.branch import FIRST
 from learner.checkpoint import Arithmetic, Checkpoint, TrainedGroup
 from learner.lineage import lineage
 from learner.training import arithmetic, new_policy, train
@@ -97,11 +98,20 @@ class Retrainer:
         self._policy: Policy
         self._made_for: object = None
         self._start: tuple[bytes, bytes | None] | None = None
+        self._head = 0
+        """The version that the next step starts from."""
 
     def make(self, groups: Sequence[Group], checkpoint: Checkpoint) -> StepMade:
         spec = msgspec.convert(checkpoint.spec, RunSpec)
         threads = checkpoint.arithmetic.threads if checkpoint.arithmetic else None
-        settings = (spec.run.dtype, spec.lora, spec.optimizer, spec.sampling.temperature, threads)
+        settings = (
+            spec.run.dtype,
+            spec.lora,
+            spec.optimizer,
+            spec.sampling.temperature,
+            spec.algorithm.teacher,
+            threads,
+        )
         if settings != self._made_for:
             # A run that was resumed under another configuration went on like this too: a new policy, the old state.
             state = self._state() if self._made_for else None
@@ -114,14 +124,15 @@ class Retrainer:
                 self._policy.load_adapter_bytes(adapter)
                 if optimizer is not None:
                     self._policy.load_optimizer_bytes(optimizer)
-        train(self._policy, groups, spec)
+        train(self._policy, groups, spec, self._head)
+        self._head = checkpoint.version
         return self._state()
 
     def _state(self) -> StepMade:
         return StepMade(self._policy.adapter_bytes(), self._policy.optimizer_bytes())
 
     def begin_from(self, adapter: bytes, optimizer: bytes | None) -> None:
-        self._start = (adapter, optimizer)
+        self._start, self._head = (adapter, optimizer), FIRST
 
     def go_on_from(self, made: StepMade) -> None:
         self._policy.load_adapter_bytes(made.adapter)

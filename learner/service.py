@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from broker import faults, names
 from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_config, learner_consumer, tasks_config
 from broker.chat import ChatTokenizer
@@ -40,7 +42,7 @@ from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_slots
-from learner.batch import BatchFigures, figures_of, outcomes_of
+from learner.batch import BatchFigures, figures_of, outcomes_of, teaches
 from learner.branch import Origin, fetch_branch
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
@@ -51,11 +53,13 @@ from learner.intake import Intake
 from learner.janitor import Janitor
 from learner.ledger import Ledger, Outcome
 from learner.lineage import lineage
+from learner.priority import PRIORITIES
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tails import Tails
 from learner.tasks import check_lengths, load_tasks
+from learner.trackers import Trackers
 from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
 from learner.verification import Verifier
@@ -103,6 +107,7 @@ class Learner:
         self.id = id
         self._roots = roots
         self._steps = StepLog(directory)
+        self._directory = directory
         self._threads = threads
         self._restart = restart
         self._take_over = take_over
@@ -111,15 +116,19 @@ class Learner:
         self._clock = clock
         self._make_policy = policy or self._load_policy
         algorithm = spec.algorithm
-        self._rule = CreditRule(algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every)
+        self._rule = CreditRule(
+            algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every, algorithm.mean_staleness
+        )
         self._ledger = Ledger()
-        self._buffer = Buffer()
+        self._buffer = Buffer(PRIORITIES[algorithm.priority])
         self._tails = Tails()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._credit_changed = asyncio.Event()
         self._groups_changed = asyncio.Event()
         self._waiting_share = Share(memory=60.0)
         self._rewards: list[float] = []
+        self._replaced: list[Held] = []
+        """Groups without signal that others replace in the next step; they count in its figures."""
         self._verifier = Verifier(store, algorithm)
         self._step_seconds: list[float] = []
         self._paused = False
@@ -128,6 +137,7 @@ class Learner:
         self._earlier_seconds = 0.0
         self._last: dict[str, float] = {}
         self._detail = "starting"
+        self._trackers: Trackers
         self._session: Session
         self._policy: Policy
         self._feeder: Feeder
@@ -175,11 +185,21 @@ class Learner:
             await self._heads.close()
             await self._registry.remove_node(self.id)
             self._steps.close()
+            if hasattr(self, "_trackers"):
+                self._trackers.close()
             self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def _claim(self) -> Claim:
         """Check everything that can be refused, then own the run."""
         environment = self.spec.environment
+        self._trackers = await self._in_thread(
+            lambda: Trackers(
+                self.spec.observability.trackers,
+                self.spec.run.name,
+                self._directory or Path(),
+                msgspec.to_builtins(self.spec),
+            )
+        )
         self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
         if not environment.environment:
             await asyncio.to_thread(
@@ -399,7 +419,12 @@ class Learner:
         head = self._session.head
         if head.active < head.first:
             return 0
-        window = self._rule.credit(head=head.head, active=head.active, open_groups=self._ledger.open_groups)
+        window = self._rule.credit(
+            head=head.head,
+            active=head.active,
+            open_groups=self._ledger.open_groups,
+            waiting_staleness=self._buffer.mean_staleness(head.head),
+        )
         left = (self.spec.run.steps - head.step) * self._rule.groups_per_step - self._ledger.open_groups
         return min(window, left)
 
@@ -445,6 +470,7 @@ class Learner:
                     f"run {self.spec.run.name}: {limit} groups failed in a row, the last one with: "
                     f"{self._intake.last_failure}. Mend that and start again; the run goes on from its last commit"
                 )
+            await self._replace_flat()
             if not self._paused:
                 batch = self._buffer.take(self._rule.groups_per_step)
                 if batch is not None:
@@ -462,6 +488,16 @@ class Learner:
             await held.delivery.ack()
             self._intake.let_go([held.id])
 
+    async def _replace_flat(self) -> None:
+        """Dynamic sampling: close groups that teach nothing, within the step's bound, so that others are issued."""
+        bound = int(self.spec.algorithm.dynamic_sampling * self._rule.groups_per_step)
+        for held in self._buffer.take_flat(lambda group: teaches(group, self.spec), bound - len(self._replaced)):
+            self._replaced.append(held)
+            self._intake.close(held.id, "skipped", held.ready.lengths, held.ready.seconds.get("group"))
+            self._credit_changed.set()
+            await held.delivery.ack()
+            self._intake.let_go([held.id])
+
     # -------------------------------------------------------------------------------------------------------- a step
 
     async def _step(self, batch: Sequence[Held], wait: float) -> None:
@@ -470,7 +506,7 @@ class Learner:
         began = self._clock()
         links = [held.headers for held in batch]
         with tracing.span("step", parent={}, links=links, run=head.run, step=head.step + 1) as span:
-            figures = figures_of(batch, head.head)
+            figures = figures_of([*batch, *self._replaced], head.head)
             weights = await self._verifier.weights_for(batch, self._session.adapters)
             name = f"run {head.run}, step {head.step + 1}"
             report = await self._in_thread(lambda: self._verifier.check(self._policy, batch, weights, name))
@@ -481,6 +517,7 @@ class Learner:
             published, record = await self._commit(batch, figures, stats, report, seconds)
             span.set_attribute("farflung.reward", figures.reward)
             span.set_attribute("farflung.version", self._session.head.head)
+        self._replaced.clear()
         if published:
             self._activator.wake.set()
         self._credit_changed.set()
@@ -489,7 +526,8 @@ class Learner:
 
     def _optimize(self, batch: Sequence[Held]) -> StepStats:
         groups = [held.group for held in batch]
-        return train(self._policy, groups, self.spec, progress=lambda point: faults.reached(f"learner.{point}"))
+        head = self._session.head.head
+        return train(self._policy, groups, self.spec, head, progress=lambda point: faults.reached(f"learner.{point}"))
 
     async def _commit(
         self,
@@ -515,7 +553,7 @@ class Learner:
             optimizer_ref = await self._session.store_blob(step, "optimizer", optimizer)
             faults.reached("learner.optimizer_uploaded")
             weights_ref, adapter = await offering
-            outcomes = outcomes_of(batch)
+            outcomes = outcomes_of(batch, self.spec)
             closed = [
                 (outcome, held.ready.lengths, held.ready.seconds.get("group"))
                 for held, (_, outcome) in zip(batch, outcomes, strict=True)
@@ -642,6 +680,7 @@ class Learner:
             seconds["wait"], seconds["train"], seconds["commit"],
         )  # fmt: skip
         self._steps.append({**record, **since})
+        self._trackers.log(head.step, self._last)
 
     def _seconds_left(self, step: int) -> float:
         """What the steps after `step` take at the pace of the last ten."""

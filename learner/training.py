@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from broker.models import resolve
 from broker.runspec import RunSpec
 from broker.trajectories import Group
 from learner.batch import sequences_of
@@ -15,11 +16,19 @@ if TYPE_CHECKING:
     from learner.model import Policy, StepStats
 
 
-def new_policy(spec: RunSpec, directory: Path, *, model_name: str, threads: int | None) -> Policy:
+def new_policy(
+    spec: RunSpec,
+    directory: Path,
+    *,
+    model_name: str,
+    threads: int | None,
+    make: Callable[..., Policy] | None = None,
+) -> Policy:
     """The policy of a run before its first step; the model lies in `directory`. Raises ModelError."""
     from learner.model import Policy
 
-    return Policy(
+    teacher = spec.algorithm.teacher
+    return (make or Policy)(
         directory,
         model_name=model_name,
         lora=spec.lora,
@@ -28,15 +37,24 @@ def new_policy(spec: RunSpec, directory: Path, *, model_name: str, threads: int 
         dtype=spec.run.dtype,
         seed=spec.run.seed,
         threads=threads,
+        teacher_dir=resolve(teacher).directory if teacher else None,
     )
 
 
 def train(
-    policy: Policy, groups: Sequence[Group], spec: RunSpec, *, progress: Callable[[str], None] = lambda label: None
+    policy: Policy,
+    groups: Sequence[Group],
+    spec: RunSpec,
+    head: int,
+    *,
+    progress: Callable[[str], None] = lambda label: None,
 ) -> StepStats:
-    """The optimizer step that `spec` makes of `groups`, in their order. Raises RunFailed; see `Policy.train_step`."""
+    """The optimizer step from version `head` that `spec` makes of `groups`, in their order.
+
+    Raises RunFailed; see `Policy.train_step`.
+    """
     return policy.train_step(
-        sequences_of(groups, spec.algorithm.advantage),
+        sequences_of(groups, spec, head),
         token_budget=spec.optimizer.token_budget,
         algorithm=spec.algorithm,
         progress=progress,

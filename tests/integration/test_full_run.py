@@ -203,6 +203,21 @@ def test_status_and_the_list_of_runs_tell_how_the_run_ended(run: Run) -> None:
     assert shown["ledger"] == groups_of(run.summary)
 
 
+def test_a_runs_figures_are_drawn_from_its_commits(run: Run) -> None:
+    drawn = run.home.farflung("plot", "tiny", "reward", "mfu", "--dir", run.directory)
+    assert drawn.code == 0, drawn.err
+    assert f"reward, steps 1 to {STEPS}, last" in drawn.out
+    assert any("\u2800" <= character <= "\u28ff" for character in drawn.out)
+    wrong = run.home.farflung("plot", "tiny", "rewrad", "--dir", run.directory)
+    assert wrong.code == 2
+    assert "no step logged 'rewrad'" in wrong.err
+    listed = run.home.farflung("plot", "tiny", "--json", "--dir", run.directory)
+    logged = read_steps(run.directory)
+    committed = [json.loads(line) for line in listed.out.splitlines()]
+    assert [record["reward"] for record in committed] == [record["reward"] for record in logged]
+    assert all(0 < record["mfu"] < 1 for record in committed if record["grad_norm"] > 0)
+
+
 def test_what_holds_a_password_is_readable_by_its_owner_alone(run: Run) -> None:
     servers = run.directory / "servers"
     current = run.home.directory / "config" / "farflung" / "profile.toml"

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from broker.errors import ConfigError
-from broker.runspec import RunSpec, fleet_of
+from broker.runspec import OBJECTIVES, RunSpec, fleet_of
 from deploy.config import check, load, render
+from learner.priority import PRIORITIES
 
 GOOD: dict[str, Any] = {
     "run": {"name": "r", "model": "m"},
@@ -56,6 +57,11 @@ def test_the_shipped_examples_are_valid() -> None:
         ("run.name", "Has Spaces", ["run.name", "lower-case"]),
         ("algorithm.group_size", 1, ["algorithm.group_size", ">= 2"]),
         ("algorithm.advantage", "ppo", ["algorithm.advantage", "'ppo'", "dr_grpo"]),
+        ("algorithm.objective", "reinforce", ["algorithm.objective", "'reinforce'", "docs/objectives.md"]),
+        ("algorithm.ratio_max", 2.0, ["algorithm.ratio_max is not used by the objective ppo_clip", "dual_clip"]),
+        ("algorithm.dual_clip", 1.1, ["algorithm.dual_clip: expected more than 1 + clip_high (1.28)"]),
+        ("algorithm.objective", "distillation", ["algorithm.teacher: missing"]),
+        ("algorithm.overlong_buffer", 999, ["algorithm.overlong_buffer: expected at most 256", "999"]),
         ("algorithm.min_group_size", 99, ["algorithm.min_group_size", "at most group_size (8)", "99"]),
         ("environment.rewards", [], ["environment", "nothing scores an episode", "rewards ="]),
         ("environment.rewards", [1], ["environment.rewards", "str"]),
@@ -73,6 +79,33 @@ def test_what_is_wrong_is_named_with_its_path_and_a_remedy(path: str, value: obj
     assert message.startswith("file.toml: ")
     for word in words:
         assert word in message, message
+
+
+def test_an_objectives_defaults_are_filled_in_and_the_others_stay_empty() -> None:
+    spec = check(changed("algorithm.objective", "gspo"), "x").algorithm
+    assert (spec.clip_low, spec.clip_high, spec.normalisation) == (3e-4, 4e-4, "sequence")
+    assert spec.dual_clip is spec.ratio_max is spec.importance_level is None
+    assert spec.parameters == {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "distillation"])
+def test_every_objective_can_be_configured_by_its_name_alone_and_printed(objective: str) -> None:
+    spec = check(changed("algorithm.objective", objective), "x")
+    assert check(tomllib.loads(render(spec)), "printed") == spec
+
+
+def test_dr_grpo_divides_by_the_longest_possible_completion() -> None:
+    plain = changed("algorithm.advantage", "dr_grpo")
+    assert check(plain, "x").algorithm.normalisation == "constant"
+    assert check(plain, "x").algorithm.normalisation_length == 256
+    many = plain | {"environment": {"environment": "e.py:E", "max_turns": 3}}
+    assert check(many, "x").algorithm.normalisation_length == 768
+    assert check(changed("algorithm.normalisation", "token"), "x").algorithm.normalisation_length is None
+
+
+def test_every_priority_that_can_be_configured_exists() -> None:
+    for name in PRIORITIES:
+        assert check(changed("algorithm.priority", name), "x").algorithm.priority == name
 
 
 def test_a_missing_key_is_named_with_its_meaning() -> None:

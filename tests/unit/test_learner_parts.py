@@ -15,10 +15,11 @@ from broker.runspec import RunSpec
 from broker.trajectories import Episode, Group, Row
 from deploy.config import check
 from learner.admission import check_slots
-from learner.batch import figures_of, outcomes_of, sequences_of
+from learner.batch import figures_of, outcomes_of, rewards_of, sequences_of, teaches
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
 from learner.janitor import Leases
+from learner.priority import PRIORITIES
 from learner.readings import StepLog
 from learner.sweep import contested, losers, place_of, removable_groups, removable_versions
 
@@ -47,6 +48,17 @@ def held(index: int, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) 
     return Held(ready, group, Delivery(), {})
 
 
+def with_algorithm(**algorithm: Any) -> RunSpec:
+    plain = {
+        "run": {"name": "r", "model": "m"},
+        "tasks": {"source": "t.jsonl"},
+        "environment": {"rewards": ["r.py:f"]},
+        "sampling": {"max_new_tokens": 4},
+        "algorithm": algorithm,
+    }
+    return check(plain, "x")
+
+
 def test_the_oldest_version_is_trained_first_then_the_earliest_task() -> None:
     buffer = Buffer()
     for index, version in ((5, 2), (1, 3), (4, 2), (2, 3)):
@@ -55,6 +67,30 @@ def test_the_oldest_version_is_trained_first_then_the_earliest_task() -> None:
     assert len(buffer) == 4
     assert [item.id for item in buffer.take(3) or []] == ["g4", "g5", "g1"]
     assert "g2" in buffer
+
+
+def test_another_priority_takes_the_groups_whose_rewards_differ_most() -> None:
+    buffer = Buffer(PRIORITIES["reward_variance"])
+    for index, rewards in ((1, (0.0, 0.5)), (2, (0.0, 1.0)), (3, (1.0, 1.0)), (4, (0.0, 1.0))):
+        buffer.add(held(index, version=9 - index, rewards=rewards))
+    assert [item.id for item in buffer.take(3) or []] == ["g4", "g2", "g1"]
+
+
+def test_the_staleness_of_what_waits_is_its_mean_distance_from_the_head() -> None:
+    buffer = Buffer()
+    assert buffer.mean_staleness(7) == 0
+    for index, version in ((1, 5), (2, 6), (3, 7)):
+        buffer.add(held(index, version))
+    assert buffer.mean_staleness(7) == pytest.approx(1)
+
+
+def test_groups_without_signal_make_room_for_others_within_a_bound() -> None:
+    buffer, spec = Buffer(), with_algorithm()
+    for index in range(6):
+        buffer.add(held(index, rewards=(0.0, 1.0) if index in (1, 4) else (1.0, 1.0)))
+    assert [item.id for item in buffer.take_flat(lambda group: teaches(group, spec), 3)] == ["g0", "g2", "g3"]
+    assert [item.id for item in buffer.take(3) or []] == ["g1", "g4", "g5"]
+    assert buffer.take_flat(lambda group: teaches(group, spec), 0) == []
 
 
 def test_what_is_too_stale_for_the_next_step_leaves_the_buffer() -> None:
@@ -68,10 +104,38 @@ def test_what_is_too_stale_for_the_next_step_leaves_the_buffer() -> None:
 
 def test_groups_without_signal_are_skipped_and_the_others_trained() -> None:
     batch = [held(1), held(2, rewards=(1.0, 1.0))]
-    assert outcomes_of(batch) == [("g1", "trained"), ("g2", "skipped")]
-    sequences = sequences_of([item.group for item in batch], "dr_grpo")
+    spec = with_algorithm(advantage="dr_grpo")
+    assert outcomes_of(batch, spec) == [("g1", "trained"), ("g2", "skipped")]
+    sequences = sequences_of([item.group for item in batch], spec, head=0)
     assert [sequence.advantage for sequence in sequences] == [-0.5, 0.5]
     assert all(sequence.group == "g1" for sequence in sequences)
+
+
+def test_each_token_keeps_its_staleness_and_its_episode() -> None:
+    first, second = sequences_of([held(3, version=2).group], with_algorithm(), head=5)
+    assert first.staleness is not None
+    assert first.staleness.tolist() == [0, 0, 3, 3]
+    assert (first.episode, second.episode) == ("g3/0", "g3/1")
+
+
+def test_distillation_learns_from_groups_without_signal_too() -> None:
+    batch = [held(2, rewards=(1.0, 1.0))]
+    spec = with_algorithm(objective="distillation", teacher="owner/teacher")
+    assert outcomes_of(batch, spec) == [("g2", "trained")]
+    assert len(sequences_of([item.group for item in batch], spec, head=0)) == 2
+
+
+def test_the_supervised_objective_imitates_the_better_episodes() -> None:
+    batch = [held(1, rewards=(0.0, 1.0, 1.0, 0.25)).group]
+    sequences = sequences_of(batch, with_algorithm(objective="cross_entropy"), head=0)
+    assert [sequence.episode for sequence in sequences] == ["g1/1", "g1/2"]
+
+
+def test_overlong_replies_lose_reward_before_advantages_are_taken() -> None:
+    """All episodes sample 2 tokens of 4 possible, one more than the last buffer allows."""
+    spec = with_algorithm(overlong_buffer=3, overlong_penalty=0.6)
+    assert rewards_of(held(1).group, spec) == pytest.approx([-0.2, 0.8])
+    assert figures_of([held(1)], head=0).reward == pytest.approx(0.5)
 
 
 def test_a_steps_figures_count_every_group() -> None:

@@ -89,8 +89,9 @@ class History:
             self.policy.load_optimizer_bytes(self.store.objects[start.optimizer.key])
 
     def step(self, *groups: Group) -> None:
-        train(self.policy, groups, self.spec)
-        number = self.checkpoints[-1][1].step + 1 if self.checkpoints else 1
+        before = self.checkpoints[-1][1] if self.checkpoints else None
+        train(self.policy, groups, self.spec, before.version if before else 0)
+        number = before.step + 1 if before else 1
         self.commit(
             Checkpoint(
                 run="r",
@@ -164,7 +165,7 @@ async def test_a_branched_run_is_made_again_from_its_origin_s_version(model: Mod
 async def test_a_step_that_was_not_made_of_its_groups_is_noticed_and_no_other(model: ModelFiles) -> None:
     history = History(model)
     history.step(group(0), group(1))
-    train(history.policy, [group(9)], history.spec)  # what no commit tells of
+    train(history.policy, [group(9)], history.spec, 1)  # what no commit tells of
     history.step(group(2), group(3))
     history.step(group(4), group(5))
     steps = await history.replay()
