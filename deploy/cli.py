@@ -243,9 +243,28 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
 @cli.command()
 @click.option("--model", help="Base model: a directory, a hub name, or smollm2-135m-instruct. Default: the run's.")
 @click.option("--fleet", help="The fleet to work for. Default: from --model, or that of the only run there is.")
-@click.option("--engine", type=click.Choice(["embedded"]), default="embedded", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="embedded: in this process. vllm: a vLLM server, started and kept alive.",
+)
+@click.option(
+    "--engine-url",
+    envvar="FARFLUNG_ENGINE_URL",
+    default="",
+    help="Use the vLLM server at this URL, which somebody else runs, after checking that it will do.",
+)
+@click.option("--engine-key", envvar="FARFLUNG_ENGINE_KEY", default="", help="What its --api-key wants.")
+@click.option("--engine-arg", multiple=True, help="A further flag for the vLLM server: --engine-arg=--enforce-eager")
+@click.option(
+    "--vllm-python", envvar="FARFLUNG_VLLM_PYTHON", default="", help="The Python that has vLLM. Default: this one."
+)
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
-@click.option("--adapter-slots", default=8, show_default=True, help="Adapters the engine holds at once.")
+@click.option("--adapter-slots", type=int, help="Adapters the engine holds at once. Default: what the runs need.")
+@click.option("--max-lora-rank", type=int, help="Largest rank a vLLM server takes. Default: what the runs need.")
+@click.option("--context", type=int, help="Longest prompt and reply, in tokens. Default: the model's.")
 @click.option("--max-inflight", default=64, show_default=True, help="Episodes to run at once.")
 @click.option("--cache-tokens", default=16384, show_default=True, help="KV cache for running requests, in tokens.")
 @click.option("--threads", type=int, help="CPU threads for the engine. Default: all cores.")
@@ -261,7 +280,7 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
 def actor(**options: Any) -> None:
     """Run an actor: runs episodes for every run of its fleet, and hosts one inference engine.
 
-    Example:  farflung actor --model smollm2-135m-instruct --code examples
+    Example:  farflung actor --model smollm2-135m-instruct --code examples --engine vllm
     """
     from deploy import components, running
 

@@ -203,6 +203,11 @@ class ScriptedEngine:
         model, parameters = asked["model"], asked if plain else asked["sampling_params"]
         if model != "base" and model not in self.adapters:
             return error(404, f"The model `{model}` does not exist. Valid aliases: base.")
+        salt = asked.get("cache_salt", "x")
+        if not 1 <= len(salt) <= 128 or set(salt) & set("@/\\"):
+            return error(
+                400, "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', ..."
+            )
         prompt = asked["prompt"] if plain else asked["token_ids"]
         if len(prompt) >= self.context:
             return error(400, f"This model's maximum context length is {self.context} tokens. However, ...")

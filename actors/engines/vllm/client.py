@@ -22,6 +22,10 @@ LOAD_SECONDS = 120.0
 """How long loading an adapter may take: it waits for the batch's step, and for the first one kernels are made."""
 
 
+KEEP_SECONDS = 2.0
+"""An idle connection is used again for so long: less than the five seconds after which vLLM's HTTP server hangs up."""
+
+
 class Refused(EngineError):
     """The server answered with an error. `status` is HTTP's, `said` its words."""
 
@@ -88,7 +92,9 @@ class EngineClient:
     async def _read(self, method: str, path: str, body: dict[str, Any] | None, timeout: float | None) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS),
+                trust_env=False,
             )
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=ASK_SECONDS)
         try:

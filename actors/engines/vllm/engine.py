@@ -322,7 +322,7 @@ class VllmEngine:
         limit = self._check(request_id, prompt, sampling)
         if adapter is not None and (adapter not in self._loaded or adapter in self._leaving):
             raise AdapterNotLoaded(f"request {request_id}: adapter {adapter} is not loaded")
-        model, salt = (adapter, f"{adapter} {self._loaded[adapter]}") if adapter else (self._served.base, "")
+        model, salt = (adapter, wire.salt(adapter, self._loaded[adapter])) if adapter else (self._served.base, "")
         sampling = Sampling(
             max_new_tokens=limit,
             temperature=sampling.temperature,

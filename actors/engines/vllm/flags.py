@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from broker.errors import ConfigError
 from broker.messages import Head
@@ -110,6 +111,15 @@ def environment(*, key: str, cpu: bool, threads: int | None, cache_bytes: int) -
         if threads is not None:
             found |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return found
+
+
+def cache_bytes(config: Mapping[str, Any], tokens: int, dtype: str) -> int:
+    """Bytes that the keys and values of `tokens` tokens take in a model of this config.json."""
+    text = config.get("text_config") or config
+    heads = int(text.get("num_attention_heads") or 1)
+    size = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    per_layer = 2 * int(text.get("num_key_value_heads") or heads) * size * (4 if dtype == "float32" else 2)
+    return tokens * per_layer * int(text.get("num_hidden_layers") or 0)
 
 
 def foreign(on_engine: Mapping[str, str], ours: Collection[str]) -> list[str]:

@@ -7,6 +7,7 @@ reply that is not certainly what was asked for is worth less than none.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -52,6 +53,11 @@ def served(answer: Any) -> Served:
         )
     except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise EngineError(f"the engine's list of models cannot be read ({error!r}): {_shown(answer)}") from None
+
+
+def salt(name: str, path: str) -> str:
+    """What keys the prefix cache for the adapter that was loaded from `path` as `name`: few letters, and no slash."""
+    return hashlib.sha256(f"{name} {path}".encode()).hexdigest()[:32]
 
 
 def request(
