@@ -74,7 +74,7 @@ class ScriptedEngine:
 
     model: str
     context: int = 512
-    max_loras: int = 4
+    max_loras: int = 5
     max_rank: int = 8
     version: str = "0.32.0"
     lora: bool = True

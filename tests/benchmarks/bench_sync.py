@@ -228,9 +228,9 @@ async def floor(store: Store, server: ScriptedEngine, data: bytes, replicas: int
         began = time.perf_counter()
         await asyncio.to_thread(store._client.put_object, bucket, key, io.BytesIO(data), len(data))
         await asyncio.gather(*(loop.run_in_executor(pool, get) for _ in range(replicas)))
-        await client.load("farflung-check-0", str(directory))
+        await client.load("raw", str(directory))
         seconds = time.perf_counter() - began
-    await client.unload("farflung-check-0")
+    await client.unload("raw")
     await client.close()
     return seconds
 

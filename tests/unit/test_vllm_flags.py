@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.engines.vllm import flags, wire
-from actors.engines.vllm.check import write_check_adapter
+from actors.engines.vllm.check import write_zero_adapter
 from actors.engines.vllm.flags import Needs, command, environment, lora_rank, missing, needs, parse_version
 from broker.errors import ConfigError, EngineError
 from broker.messages import Head
@@ -47,7 +47,7 @@ def test_a_server_is_started_for_what_is_needed_and_extra_flags_win() -> None:
     given = dict(itertools.pairwise(started))
     assert (given["--max-lora-rank"], given["--max-model-len"], given["--dtype"]) == ("16", "1024", "float32")
     assert (given["--host"], given["--port"], given["--logprobs-mode"]) == ("127.0.0.1", "1234", "processed_logprobs")
-    assert started.index("5") < started.index("7")
+    assert started.index("6") < started.index("7"), "one more than the runs need"
     assert "--enable-scale-out" in started
     older = command("p", Path("/m"), "n", needs=Needs(8, 1, 1), version="0.17.1", dtype="bfloat16", port=1)
     assert "--enable-scale-out" not in older
@@ -70,15 +70,15 @@ def test_versions_are_compared_by_number() -> None:
 
 
 def test_what_is_ours_and_was_not_loaded_is_foreign_and_what_is_others_is_not() -> None:
-    on_engine = {"run-a-v000012-abcdef01": "", "run-probe-abcdef01": "", "farflung-check-1": "", "customer-v1": ""}
-    assert flags.foreign(on_engine, {"run-a-v000012-abcdef01"}) == ["farflung-check-1", "run-probe-abcdef01"]
+    on_engine = {"run-a-v000012-abcdef01": "", "run-probe-abcdef01": "", "farflung-base": "", "customer-v1": ""}
+    assert flags.foreign(on_engine, {"run-a-v000012-abcdef01"}) == ["farflung-base", "run-probe-abcdef01"]
     assert flags.strangers(on_engine) == ["customer-v1"]
 
 
 def test_nothing_is_missing_from_a_server_that_will_do() -> None:
-    found = flags.Found("0.32.0", 512, True, None, 4, 0, 0.0)
+    found = flags.Found("0.32.0", 512, True, None, 5, 0, 0.0)
     assert missing(found, Needs(8, 4, 512)) == []
-    assert "--max-loras 6" in missing(flags.Found("0.32.0", 512, True, None, 4, 2, 0.0), Needs(8, 4, 512))[0]
+    assert "--max-loras 7" in missing(flags.Found("0.32.0", 512, True, None, 6, 2, 0.0), Needs(8, 4, 512))[0]
     assert missing(flags.Found("0.32.0", 512, True, None, None, 2, 0.0), Needs(8, 4, 512)) == []
 
 
@@ -100,10 +100,10 @@ def test_a_list_of_models_without_a_base_is_refused(answer: object) -> None:
 def test_the_adapter_that_is_tried_fits_the_model_and_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    assert write_check_adapter(tiny_model, 4, tmp_path / "check")
+    assert write_zero_adapter(tiny_model, 4, tmp_path / "check")
     weights = load_file(tmp_path / "check" / "adapter_model.safetensors")
     assert {name.rpartition("lora_")[2]: array.shape for name, array in weights.items()} == {
         "A.weight": (4, 64), "B.weight": (32, 4),
     }  # fmt: skip
     assert not any(array.any() for array in weights.values())
-    assert not write_check_adapter(tmp_path, 4, tmp_path / "none")
+    assert not write_zero_adapter(tmp_path, 4, tmp_path / "none")

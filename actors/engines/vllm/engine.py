@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from actors.engines.base import EngineHealth, Generation, Sampling
 from actors.engines.vllm import flags, wire
-from actors.engines.vllm.check import write_check_adapter
+from actors.engines.vllm.check import write_zero_adapter
 from actors.engines.vllm.client import EngineClient, Refused
-from actors.engines.vllm.flags import Found, Needs
+from actors.engines.vllm.flags import ZERO, Found, Needs
 from actors.engines.vllm.process import Home
 from actors.engines.vllm.wire import Dialect, Served
 from broker.ending import end
@@ -97,6 +97,8 @@ class VllmEngine:
         self._cache_tokens = 0
         self._loaded: dict[str, str] = {}
         """The directory of each adapter that is confirmed to be on the server."""
+        self._base = ""
+        """The model that is asked for when the base is wanted: the adapter of zeros, where there is one."""
         self._loading: set[str] = set()
         self._leaving: set[str] = set()
         self._in_flight: dict[str, asyncio.Task[Any]] = {}
@@ -140,7 +142,7 @@ class VllmEngine:
         self._ok, self._detail = False, "closed"
         await end(*(task for task in (self._canary, *self._in_flight.values()) if task is not None))
         if not self._home.restarts:
-            for name in self._loaded:
+            for name in (*self._loaded, *([ZERO] if self._base == ZERO else [])):
                 with contextlib.suppress(EngineError):
                     await self._client.unload(name)
         self._loaded.clear()
@@ -166,7 +168,7 @@ class VllmEngine:
             await client.unload(name)
         self._dialect = await self._find_dialect()
         only = await self._ask_for_one(self._served.base, top_k=1)
-        routes, problem = await self._try_loading()
+        routes, problem = await self._load_zero()
         metrics = await client.metrics()
         slots = wire.label(metrics, "vllm:lora_requests_info", "max_lora")
         occupied = len(flags.strangers(self._served.adapters))
@@ -181,7 +183,7 @@ class VllmEngine:
         )
         if lacking := flags.missing(found, self._needs):
             raise ConfigError(f"the vLLM server at {client.url} will not do: {'; '.join(lacking)}")
-        self._slots = (int(slots) if slots else self._needs.slots) - occupied
+        self._slots = int(slots) - occupied - 1 if slots else self._needs.slots
         self._cache_tokens = _cache_tokens(metrics)
         log.info("vLLM %s at %s: %d adapters, %s", version, client.url, self._slots, wire.PATHS[self._dialect])
 
@@ -208,22 +210,22 @@ class VllmEngine:
             return dialect
         raise AssertionError("unreachable")
 
-    async def _try_loading(self) -> tuple[bool, str | None]:
-        """Load an adapter of the needed rank and sample under it: whether it may be done, and what is said to it."""
-        directory = self._scratch / "check"
-        name = f"farflung-check-{secrets.token_hex(4)}"
-        if not await asyncio.to_thread(write_check_adapter, self._files.directory, self._needs.rank, directory):
+    async def _load_zero(self) -> tuple[bool, str | None]:
+        """Load the adapter of zeros, of the needed rank, and sample under it: whether that may be done, and what is
+        said to it.
+        """
+        directory = self._scratch / "zero"
+        if not await asyncio.to_thread(write_zero_adapter, self._files.directory, self._needs.rank, directory):
+            self._base = self._served.base
             return True, None
         try:
-            await self._client.load(name, str(directory))
+            await self._client.load(ZERO, str(directory))
         except Refused as error:
             if error.status == 404 and error.said == "Not Found":
                 return False, None
             return True, error.said
-        try:
-            await self._ask_for_one(name, top_k=1)
-        finally:
-            await self._client.unload(name)
+        self._base = ZERO
+        await self._ask_for_one(ZERO, top_k=1)
         return True, None
 
     async def _ask_for_one(self, model: str, *, top_k: int = 0) -> Generation:
@@ -322,7 +324,7 @@ class VllmEngine:
         limit = self._check(request_id, prompt, sampling)
         if adapter is not None and (adapter not in self._loaded or adapter in self._leaving):
             raise AdapterNotLoaded(f"request {request_id}: adapter {adapter} is not loaded")
-        model, salt = (adapter, wire.salt(adapter, self._loaded[adapter])) if adapter else (self._served.base, "")
+        model, salt = (adapter, wire.salt(adapter, self._loaded[adapter])) if adapter else (self._base, "")
         sampling = Sampling(
             max_new_tokens=limit,
             temperature=sampling.temperature,
@@ -463,7 +465,11 @@ class VllmEngine:
                 self._incarnation += 1
                 async with self._idle:
                     self._idle.notify_all()
-            for name in flags.foreign(served.adapters, {*self._loaded, *self._loading}):
+            if self._base == ZERO and ZERO not in served.adapters:
+                log.warning("the engine has lost the adapter of zeros")
+                with contextlib.suppress(EngineError):
+                    await self._client.load(ZERO, str(self._scratch / "zero"))
+            for name in flags.foreign(served.adapters, {*self._loaded, *self._loading, ZERO}):
                 log.info("unloading %s, which no run wants", name)
                 with contextlib.suppress(EngineError):
                     await self._client.unload(name)

@@ -27,8 +27,11 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_RANK = 32
 DEFAULT_SLOTS = 8
 
-OURS = re.compile(r"^[a-z0-9][a-z0-9-]*-(v[0-9]{6,}|probe)-[0-9a-f]{8}$|^farflung-check-[0-9a-f]+$")
+OURS = re.compile(r"^[a-z0-9][a-z0-9-]*-(v[0-9]{6,}|probe)-[0-9a-f]{8}$|^farflung-base$")
 """Names of adapters that a replica loads; on an engine that nobody drives they are left over."""
+
+ZERO = "farflung-base"
+"""The adapter of zeros under which the base model is sampled (see `check`). It takes a slot of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def command(
         "--model", str(model), "--served-model-name", name,
         "--host", "127.0.0.1", "--port", str(port),
         "--dtype", dtype, "--max-model-len", str(needs.context),
-        "--enable-lora", "--max-loras", str(needs.slots), "--max-lora-rank", str(lora_rank(needs.rank)),
+        "--enable-lora", "--max-loras", str(needs.slots + 1), "--max-lora-rank", str(lora_rank(needs.rank)),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
     ]  # fmt: skip
@@ -137,7 +140,8 @@ class Found:
     """What a running server was found to be, by asking it and by what it did.
 
     `load_problem` is what it said to loading an adapter of the rank that is needed (None: it took it), `slots` None
-    when it does not tell, `greedy_logprob` the logprob it gave to a token that was the only one allowed.
+    when it does not tell, `occupied` those that adapters of others take, `greedy_logprob` the logprob it gave to a
+    token that was the only one allowed.
     """
 
     version: str
@@ -162,11 +166,12 @@ def missing(found: Found, needs: Needs) -> list[str]:
         wrong.append("it loads no adapters at run time: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     elif found.load_problem is not None:
         wrong.append(_flag_for(found.load_problem, needs))
-    if found.slots is not None and found.slots - found.occupied < needs.slots:
-        taken = f", {found.occupied} of them taken by adapters of others" if found.occupied else ""
+    total = needs.slots + 1 + found.occupied
+    if found.slots is not None and found.slots < total:
+        others = f" + {found.occupied} for adapters of others" if found.occupied else ""
         wrong.append(
-            f"it holds {found.slots} adapters{taken}, {needs.slots} are needed: "
-            f"--max-loras {needs.slots + found.occupied}"
+            f"it holds {found.slots} adapters, {needs.slots} for the runs + 1 for the base model{others} are needed: "
+            f"--max-loras {total}"
         )
     if abs(found.greedy_logprob) > 1e-3:
         wrong.append(
@@ -177,7 +182,7 @@ def missing(found: Found, needs: Needs) -> list[str]:
 
 def _flag_for(problem: str, needs: Needs) -> str:
     if "not enabled" in problem or "enable-lora" in problem:
-        return f"LoRA is off: --enable-lora --max-loras {needs.slots} --max-lora-rank {lora_rank(needs.rank)}"
+        return f"LoRA is off: --enable-lora --max-loras {needs.slots + 1} --max-lora-rank {lora_rank(needs.rank)}"
     if "max_lora_rank" in problem:
         return f"it takes no adapter of rank {needs.rank}: --max-lora-rank {lora_rank(needs.rank)}"
     return f"it does not load an adapter: {problem}"
