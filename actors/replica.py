@@ -349,8 +349,11 @@ class Replica:
         """Settle as soon as the registry changes, the engine comes or goes, or something is to be tried again."""
         due = min((trouble.again for trouble in self._troubles.values()), default=float("inf"))
         while not self._registry_changed.is_set() and self._clock() < due:
+            # Once it is ready, the reports of its load see the engine come and go.
+            most = BEAT_SECONDS if self._state == "joining" else float("inf")
+            pause = min(most, due - self._clock())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(BEAT_SECONDS, due - self._clock())):
+                async with asyncio.timeout(pause if pause < float("inf") else None):
                     await self._registry_changed.wait()
             if self._notice(await self._engine.health()):
                 break

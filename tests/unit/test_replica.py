@@ -346,6 +346,7 @@ async def test_a_following_replica_sees_the_engine_come_and_go_by_itself(subject
     subject.replica._state = "ready"
     following = asyncio.create_task(subject.replica._follow(subject.heads))
     subject.engine.ok = False
+    await subject.replica._put_node()
     await until(lambda: subject.node.state == "failed")
     subject.engine.restart()
     subject.engine.ok = True

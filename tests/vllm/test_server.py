@@ -31,7 +31,7 @@ from broker.trajectories import Row
 from learner.model import Policy
 from learner.probe import make_probe
 from tests.vllm.conftest import PYTHON
-from tests.waiting import until
+from tests.waiting import until, until_true
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -192,9 +192,11 @@ async def test_a_server_that_is_attached_to_is_checked_cleaned_and_left(
     with pytest.raises(ConfigError) as refused:
         await wanting.start()
     assert "--max-lora-rank 64" in str(refused.value)
-    async with asyncio.timeout(60):
-        while ZERO not in (await client.served()).adapters:
-            await asyncio.sleep(0.05)
+
+    async def whole() -> bool:
+        return ZERO in (await client.served()).adapters
+
+    await until_true(whole, within=60, what="the first engine has its adapter of zeros again")
 
 
 def processes(engine: VllmEngine) -> list[psutil.Process]:
