@@ -53,7 +53,12 @@ def connection_options(function: F) -> F:
 
 
 def branch_options(function: F) -> F:
-    """The options by which a new run begins with another run's version."""
+    """The options by which a new run begins with another run's version, or with an adapter from elsewhere."""
+    function = click.option(
+        "--adapter",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Begin the run with the PEFT adapter in this directory.",
+    )(function)
     function = click.option(
         "--fresh-optimizer", is_flag=True, help="With --from: begin with a fresh optimizer, not the other run's."
     )(function)
@@ -89,6 +94,8 @@ def _check_branch(options: dict[str, Any]) -> None:
     """Refuse what --from cannot mean before anything starts. Raises ConfigError."""
     from learner.branch import Origin
 
+    if options["origin"] is not None and options["adapter"] is not None:
+        raise ConfigError("--from and --adapter each say what the run begins with; leave one of them out")
     if options["origin"] is not None:
         Origin.parse(options["origin"])
     elif options["fresh_optimizer"]:
@@ -131,6 +138,8 @@ def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> Non
     Example:  farflung up examples/addition.toml
 
     Example:  farflung up harder.toml --from addition@12
+
+    Example:  farflung up mine.toml --adapter ./sft-adapter
     """
     from deploy import running
     from deploy.supervisor import Up, UpOptions

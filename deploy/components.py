@@ -70,6 +70,7 @@ class LearnerOptions:
     restart: bool
     take_over: bool
     origin: str | None
+    adapter: Path | None
     fresh_optimizer: bool
 
 
@@ -292,6 +293,7 @@ async def learner(connection: Connection, spec: RunSpec, id: str, options: Learn
             restart=options.restart,
             take_over=options.take_over,
             origin=Origin.parse(options.origin) if options.origin else None,
+            adapter=options.adapter,
             fresh_optimizer=options.fresh_optimizer,
         ).run()
     print(json.dumps(summary.to_json()), flush=True)

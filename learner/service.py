@@ -42,12 +42,13 @@ from broker.store import Store
 from learner.activator import Activator
 from learner.admission import check_ranks, check_slots
 from learner.batch import BatchFigures, figures_of, outcomes_of
-from learner.branch import Origin, fetch_branch
+from learner.branch import Branch, Origin, fetch_branch
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
 from learner.feeder import Feeder
+from learner.imported import read_adapter
 from learner.intake import Intake
 from learner.janitor import Janitor
 from learner.ledger import Ledger, Outcome
@@ -93,6 +94,7 @@ class Learner:
         restart: bool = False,
         take_over: bool = False,
         origin: Origin | None = None,
+        adapter: Path | None = None,
         fresh_optimizer: bool = False,
         clock: Callable[[], float] = time.monotonic,
         policy: Callable[[], Policy] | None = None,
@@ -111,6 +113,7 @@ class Learner:
         self._restart = restart
         self._take_over = take_over
         self._origin = origin
+        self._adapter = adapter
         self._fresh_optimizer = fresh_optimizer
         self._clock = clock
         self._make_policy = policy or self._load_policy
@@ -156,7 +159,7 @@ class Learner:
             await self._roster.ready.wait()
             await self._heads.ready.wait()
             found = await self._registry.head(self.spec.run.name)
-            goes_on = not self._restart and self._origin is None
+            goes_on = not self._restart and self._origin is None and self._adapter is None
             if found is not None and goes_on and finished(found[0], self.spec):
                 return await summary_of(self._registry, self._store, found[0].run)
             claimed = await self._claim()
@@ -210,6 +213,9 @@ class Learner:
                 fingerprint=self._model.fingerprint,
                 fresh_optimizer=self._fresh_optimizer,
             )
+        elif self._adapter is not None:
+            weights = await asyncio.to_thread(read_adapter, self._adapter, self.spec.lora, self._model)
+            branch = Branch(f"adapter {self._adapter.name}", weights, None)
         return await claim(
             self._registry,
             self._store,

@@ -14,11 +14,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from actors.engines.embedded import EmbeddedEngine
+from broker.bus import Bus
 from broker.errors import ConfigError
 from broker.models import ModelFiles, resolve
+from broker.registry import Registry
 from broker.runspec import LoraSection, OptimizerSection
+from broker.store import Store
+from broker.trajectories import Group
 from learner.imported import read_adapter
 from learner.model import Policy
+from tests.fleet import fleet_of
 
 LORA = LoraSection(rank=4, alpha=8)
 
@@ -136,3 +142,20 @@ def test_what_is_no_adapter_directory_is_refused(
     weights.unlink()
     with pytest.raises(ConfigError, match="safe_serialization"):
         read_adapter(copy, LORA, files)
+
+
+@pytest.mark.servers
+async def test_a_run_that_begins_with_an_adapter_never_samples_from_the_base(
+    saved: tuple[Path, torch.nn.Module], bus: Bus, registry: Registry, store: Store, tmp_path: Path, tiny_model: Path
+) -> None:
+    async with fleet_of(bus, registry, store, tmp_path, tiny_model) as fleet:
+        fleet.sections["lora"] = {"rank": 4, "alpha": 8}
+        learner = await fleet.start(EmbeddedEngine, adapter=saved[0])
+        assert (await learner.run()).steps == 6
+        found = await registry.head(fleet.name)
+        assert found is not None
+        assert (found[0].first, found[0].head, found[0].origin) == (1, 7, "adapter adapter")
+        groups = [key for key, _ in await store.list(f"runs/{fleet.name}/") if "/groups/" in key]
+        versions = {Group.from_blob(await store.read(key)).version for key in groups}
+        assert min(versions) == 1
+        assert len(versions) > 1
