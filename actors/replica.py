@@ -381,7 +381,8 @@ class Replica:
             self._unloading[name] = (ref, asyncio.create_task(self._unload(name)))
         kept = names_wanted | probes.keys()
         self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in kept}
-        self._proofs = {name: proof for name, proof in self._proofs.items() if name in probes}
+        known = {head.probe.adapter.name for head in heads.heads.values() if head.probe is not None}
+        self._proofs = {name: proof for name, proof in self._proofs.items() if name in known}
         self._no_slot = {
             ref.name: f"no slot: {len(refs)} adapters are wanted, the engine holds {slots}; start it with "
             "--adapter-slots"
@@ -537,11 +538,16 @@ class Replica:
         return result.token_ids, result.logprobs
 
     def _unproven(self, heads: Heads) -> dict[str, str | None]:
-        """The runs that this replica may not serve: with what is wrong, None while it is not known yet."""
+        """The runs that this replica may not serve: with what is wrong, None while it is not known yet.
+
+        A run that is over is still asked for now and then; what was found out about it holds.
+        """
         return {
-            head.run: self._proofs.get(probe.adapter.name, self._reason(probe.adapter))
-            for head, probe in _probes(heads, self.fleet)
-            if self._proofs.get(probe.adapter.name, "unknown") is not None
+            head.run: self._proofs.get(head.probe.adapter.name, self._reason(head.probe.adapter))
+            for head in heads.heads.values()
+            if head.probe is not None
+            and (_concerns(head, self.fleet) or head.probe.adapter.name in self._proofs)
+            and self._proofs.get(head.probe.adapter.name, "unknown") is not None
         }
 
     def _reason(self, ref: AdapterRef) -> str | None:

@@ -81,7 +81,7 @@ class Fleet:
             id=f"actor-{self.name}", context=files.context, roots=[self.directory], max_inflight=16,
         )  # fmt: skip
         self.run(actor.run())
-        await until(lambda: len(self.replicas("ready")) == len(kinds), within=60)
+        await until(lambda: len(self.replicas("ready")) == len(kinds), within=200)
         return Learner(
             self.bus, self.registry, self.store, self.spec, files, id=f"learner-{self.name}", roots=[self.directory],
             **options,

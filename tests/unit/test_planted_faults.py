@@ -20,6 +20,7 @@ from broker.bus import Bus
 from broker.errors import PolicyMismatch
 from broker.registry import Registry
 from broker.store import Store
+from broker.trajectories import Group
 from tests.fleet import Fleet, fleet_of
 from tests.waiting import until
 
@@ -110,7 +111,7 @@ async def test_an_engine_that_does_not_apply_adapters_as_they_are_is_not_admitte
 ) -> None:
     learner = await fleet.start(kind)
     running = fleet.run(learner.run())
-    await until(lambda: any(said in node.detail for node in fleet.replicas("failed")), within=60)
+    await until(lambda: any(said in node.detail for node in fleet.replicas("failed")), within=200)
     await until(lambda: "is out" in learner._trouble(), what="the learner says so")
     assert learner._session.head.step == 0
     assert not running.done()
@@ -119,7 +120,16 @@ async def test_an_engine_that_does_not_apply_adapters_as_they_are_is_not_admitte
 async def test_a_wrong_replica_beside_a_right_one_serves_nothing_and_the_run_goes_on(fleet: Fleet) -> None:
     learner = await fleet.start(BaseInItsName, HonestEngine)
     assert (await learner.run()).steps == 6
-    assert [node.id for node in fleet.replicas("failed")] == [f"replica-0-{fleet.name}"]
+    wrong, right = (f"replica-{number}-{fleet.name}" for number in (0, 1))
+    assert [node.id for node in fleet.replicas("failed")] == [wrong], "and it stays out when the run is over"
+    groups = [key for key, _ in await fleet.store.list(f"runs/{fleet.name}/") if "/groups/" in key]
+    served = {
+        replica
+        for key in groups
+        for episode in Group.from_blob(await fleet.store.read(key)).episodes
+        for replica in episode.replicas
+    }
+    assert served == {right}
 
 
 @pytest.mark.parametrize("kinds", [[Behind], [HonestEngine, Behind]])
