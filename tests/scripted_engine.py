@@ -162,7 +162,7 @@ class ScriptedEngine:
         lines = [
             f'vllm:generation_tokens_total{{engine="0",model_name="base"}} {float(self.tokens)}',
             f'vllm:lora_requests_info{{max_lora="{self.max_loras}",running_lora_adapters=""}} 1.7e+09',
-            'vllm:cache_config_info{block_size="16",num_gpu_blocks="256",engine="0"} 1.0',
+            'vllm:cache_config_info{block_size="32",num_gpu_blocks="256",engine="0"} 1.0',
         ]
         return web.Response(text="\n".join(lines) + "\n")
 

@@ -73,7 +73,18 @@ class StubEngine:
     async def health(self) -> EngineHealth:
         detail = "" if self.ok else "the server is away"
         return EngineHealth(
-            self.ok, detail, tuple(self.loaded), self.slots, 0, 0, 128, 4096, 0, 0, incarnation=self.incarnation, max_rank=8
+            self.ok,
+            detail,
+            tuple(self.loaded),
+            self.slots,
+            0,
+            0,
+            128,
+            4096,
+            0,
+            0,
+            incarnation=self.incarnation,
+            max_rank=8,
         )
 
 

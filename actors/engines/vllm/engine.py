@@ -56,6 +56,9 @@ HANG_SECONDS = 60.0
 FIRST_SECONDS = 600.0
 """How long the first request after a start may take: kernels are made for it."""
 
+DEFAULT_BLOCK = 16
+"""Tokens in a block of the prefix cache where the server does not tell."""
+
 TOO_LONG = ("context length", "max_model_len", "longer than")
 """Words in vLLM's answer to a prompt that does not fit."""
 
@@ -94,7 +97,7 @@ class VllmEngine:
         self._detail = "not started"
         self._incarnation = 0
         self._slots = needs.slots
-        self._cache_tokens = 0
+        self._cache_tokens, self._block = 0, DEFAULT_BLOCK
         self._loaded: dict[str, str] = {}
         """The directory of each adapter that is confirmed to be on the server."""
         self._base = ""
@@ -185,6 +188,8 @@ class VllmEngine:
             raise ConfigError(f"the vLLM server at {client.url} will not do: {'; '.join(lacking)}")
         self._slots = int(slots) - occupied - 1 if slots else self._needs.slots
         self._cache_tokens = _cache_tokens(metrics)
+        block = wire.label(metrics, "vllm:cache_config_info", "block_size")
+        self._block = int(block) if block and block.isdecimal() and int(block) > 0 else DEFAULT_BLOCK
         log.info("vLLM %s at %s: %d adapters, %s", version, client.url, self._slots, wire.PATHS[self._dialect])
 
     def _refuse_other_model(self) -> None:
@@ -418,6 +423,7 @@ class VllmEngine:
             waiting=0,
             context=self._served.context if hasattr(self, "_served") else 0,
             cache_tokens=self._cache_tokens,
+            block=self._block,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
             incarnation=self._incarnation,
