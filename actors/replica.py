@@ -2,17 +2,21 @@
 
 Declarative: whatever happened, it compares what the registry wants with what the engine holds, fetches, verifies,
 loads and confirms the difference. So a late joiner, a restarted engine and a skipped version are all the same case.
+
+Invariants: it is ready only while the engine runs and holds what is wanted; and it serves a run, the base model
+included, only once it has proven by the run's probe that it computes what the learner computes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +26,7 @@ import numpy as np
 from nats.aio.msg import Msg
 
 from actors.adapter_cache import AdapterCache
-from actors.engines.base import Engine, PublishesCache, Sampling
+from actors.engines.base import Engine, EngineHealth, PublishesCache, Sampling
 from actors.residency import wanted
 from broker import faults, names
 from broker.blocks import BLOCK, HASH, chain
@@ -31,8 +35,10 @@ from broker.ending import end
 from broker.errors import (
     AdapterError,
     AdapterNotLoaded,
+    EngineError,
     FarflungError,
     GenerationError,
+    MalformedMessage,
     ObjectMissing,
     PromptTooLong,
     StoreError,
@@ -42,17 +48,21 @@ from broker.messages import (
     CacheEvent,
     CancelRequest,
     Completion,
+    Floats,
     GenerateRefused,
     GenerateReply,
     GenerateRequest,
+    Head,
     Ids,
     Node,
+    ProbeRef,
     ReplicaLoad,
     decode,
     pack_floats,
     pack_ids,
     unpack_ids,
 )
+from broker.probe import Probe, verdict
 from broker.registry import PRESENCE_SECONDS, Heads, Registry
 from observability import metrics, tracing
 from observability.shares import Rate
@@ -76,6 +86,9 @@ RETRY_PAUSE = 1.0
 
 LONGEST_PAUSE = 30.0
 """An adapter that is wanted is tried this often at least."""
+
+PROOF_PATIENCE = 30.0
+"""How long a request waits for the proof that its run asks for."""
 
 
 @dataclass
@@ -126,6 +139,16 @@ class Replica:
         self._troubles: dict[str, _Trouble] = {}
         self._unloading: dict[str, tuple[AdapterRef, asyncio.Task[None]]] = {}
         self._state: Literal["joining", "ready"] = "joining"
+        self._join_by = 0.0
+        """When what could not be had yet is waited for no longer."""
+        self._incarnation: int | None = None
+        self._engine_ok = True
+        self._heads: Heads | None = None
+        self._proofs: dict[str, str | None] = {}
+        """By probe: None when it was passed, else what is wrong. Those of this incarnation of the engine."""
+        self._proven = asyncio.Condition()
+        self._proving: AdapterRef | None = None
+        self._proof_numbers = itertools.count()
         self._tokens = Rate()
         self._beat = 0
         self._block = BLOCK
@@ -145,8 +168,7 @@ class Replica:
                 await self._bus.subscribe(names.replica_generate(self.id), self._on_generate),
                 await self._bus.subscribe(names.replica_cancel(self.id), self._on_cancel),
             ]
-            self._state = "ready"
-            log.info("replica %s serves fleet %s", self.id, self.fleet)
+            self._become_ready()
             parts = [asyncio.create_task(part) for part in (self._announce(), self._report_load(), self._follow(heads))]
             await asyncio.gather(*parts)
         finally:
@@ -174,6 +196,7 @@ class Replica:
         done = Completion(id=request.id, ok=False, prompt_tokens=len(prompt), cached_tokens=0, output_tokens=0)
         answer: GenerateReply | GenerateRefused
         try:
+            await self._require_proof(request.run)
             with tracing.span("engine", parent=headers, request=request.id, replica=self.id) as span:
                 result = await self._engine.generate(
                     request.id,
@@ -213,6 +236,10 @@ class Replica:
                 output_tokens=len(result.token_ids),
                 blocks=_new_blocks(result.adapter, prompt, result.token_ids, self._block),
             )
+        except AdapterNotLoaded as error:
+            if request.adapter in self._loaded:
+                self._registry_changed.set()  # the engine has lost it: settle
+            answer = self._refusal(request.id, "failed", error, retryable=True)
         except PromptTooLong as error:
             answer = self._refusal(request.id, "prompt_too_long", error, retryable=False)
         except FarflungError as error:
@@ -256,6 +283,8 @@ class Replica:
             if isinstance(self._engine, PublishesCache):
                 self._cache_events += self._engine.cache_events()
             events, self._cache_events = self._cache_events, []
+            if self._notice(health):
+                self._registry_changed.set()
             completed, self._completed = self._completed, []
             self._beat += 1
             report = ReplicaLoad(
@@ -281,24 +310,53 @@ class Replica:
 
     async def _join(self, heads: Heads) -> None:
         """Load what is wanted before serving; what cannot be had yet is waited for, but not longer than that."""
-        deadline = self._clock() + NOT_THERE_YET_SECONDS
+        self._join_by = self._clock() + NOT_THERE_YET_SECONDS
         await self._settle(heads)
-        while any(ref.name not in self._loaded and ref.name not in self._refused() for ref in self._wanted):
-            if self._clock() > deadline:
-                return
+        while not self._settled():
             await self._look(heads)
 
     async def _follow(self, heads: Heads) -> None:
         while True:
             await self._look(heads)
+            if self._state == "joining" and self._settled():
+                self._become_ready()
+                await self._put_node()
+
+    def _settled(self) -> bool:
+        """Whether there is nothing left to wait for before requests may come."""
+        waiting = any(ref.name not in self._loaded and ref.name not in self._refused() for ref in self._wanted)
+        return self._engine_ok and (not waiting or self._clock() > self._join_by)
+
+    def _become_ready(self) -> None:
+        self._state = "ready"
+        log.info("replica %s serves fleet %s", self.id, self.fleet)
+
+    def _notice(self, health: EngineHealth) -> bool:
+        """Take in that the engine went away, or came back without what it held. Tells whether either is so."""
+        changed = health.ok != self._engine_ok
+        self._engine_ok = health.ok
+        if self._incarnation != health.incarnation:
+            if self._incarnation is not None:
+                log.warning("replica %s: the engine holds no adapters any more, loading all that is wanted", self.id)
+                self._state, self._join_by = "joining", self._clock() + NOT_THERE_YET_SECONDS
+                self._loaded.clear()
+                self._proofs.clear()
+                changed = True
+            self._incarnation = health.incarnation
+        return changed
 
     async def _look(self, heads: Heads) -> None:
-        """Settle as soon as the registry changes, or an adapter that could not be loaded is to be tried again."""
-        again = [trouble.again for trouble in self._troubles.values()]
-        pause = max(0.0, min(again) - self._clock()) if again else None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._registry_changed.wait()
+        """Settle as soon as the registry changes, the engine comes or goes, or something is to be tried again."""
+        due = min((trouble.again for trouble in self._troubles.values()), default=float("inf"))
+        while not self._registry_changed.is_set() and self._clock() < due:
+            # Once it is ready, the reports of its load see the engine come and go.
+            most = BEAT_SECONDS if self._state == "joining" else float("inf")
+            pause = min(most, due - self._clock())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause if pause < float("inf") else None):
+                    await self._registry_changed.wait()
+            if self._notice(await self._engine.health()):
+                break
         self._registry_changed.clear()
         await self._settle(heads)
 
@@ -307,14 +365,24 @@ class Replica:
 
         What changes meanwhile sets the event again, and settling starts over with the newest wishes.
         """
-        slots = (await self._engine.health()).adapter_slots
+        self._heads = heads
+        health = await self._engine.health()
+        self._notice(health)
+        if not health.ok:
+            await self._put_node()
+            return
+        slots = health.adapter_slots
         refs = wanted(heads.heads, heads.versions, self.fleet)
+        probes = {probe.adapter.name: (head, probe) for head, probe in _probes(heads, self.fleet)}
         self._wanted = refs[:slots]
         names_wanted = {ref.name for ref in self._wanted}
         for name in [name for name in self._loaded if name not in names_wanted]:
             ref = self._loaded.pop(name)
             self._unloading[name] = (ref, asyncio.create_task(self._unload(name)))
-        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in names_wanted}
+        kept = names_wanted | probes.keys()
+        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in kept}
+        known = {head.probe.adapter.name for head in heads.heads.values() if head.probe is not None}
+        self._proofs = {name: proof for name, proof in self._proofs.items() if name in known}
         self._no_slot = {
             ref.name: f"no slot: {len(refs)} adapters are wanted, the engine holds {slots}; start it with "
             "--adapter-slots"
@@ -322,32 +390,57 @@ class Replica:
         }
         self._discard_unneeded()
         await self._put_node()
+        for name, (head, probe) in probes.items():
+            if name not in self._proofs and not self._waits(name):
+                await self._prove(head, probe)
+                await self._put_node()
+                if self._registry_changed.is_set():
+                    return
+        unproven = self._unproven(heads)
         for ref in self._wanted:
-            trouble = self._troubles.get(ref.name)
-            waits = trouble is not None and trouble.again > self._clock()
-            if ref.name in self._loaded or waits:
+            if _run_of(ref) in unproven:
+                self._troubles.pop(ref.name, None)
                 continue
-            await self._load(ref, _trace_of(heads, ref))
-            faults.reached("replica.loaded")
+            if ref.name in self._loaded or self._waits(ref.name):
+                continue
+            if await self._load(ref, _trace_of(heads, ref)):
+                faults.reached("replica.loaded")
             await self._put_node()
             if self._registry_changed.is_set():
                 return
 
-    async def _load(self, ref: AdapterRef, trace: Mapping[str, str]) -> None:
-        trouble = self._troubles.setdefault(ref.name, _Trouble(since=self._clock()))
-        crowded = bool(self._unloading)
-        try:
+    def _waits(self, name: str) -> bool:
+        """Whether something that could not be had is not to be tried again yet."""
+        trouble = self._troubles.get(name)
+        return trouble is not None and trouble.again > self._clock()
+
+    async def _load(self, ref: AdapterRef, trace: Mapping[str, str]) -> bool:
+        async def load() -> None:
             with tracing.span("load", parent=trace, adapter=ref.name, replica=self.id, version=ref.version):
                 directory = await self._cache.fetch(ref)
                 if unloading := self._unloading.get(ref.name):
                     await unloading[1]
                 await self._engine.load_adapter(ref.name, directory)
+
+        if not await self._attempt(ref, load):
+            return False
+        self._loaded[ref.name] = ref
+        log.info("adapter %s loaded", ref.name)
+        return True
+
+    async def _attempt(self, ref: AdapterRef, work: Callable[[], Awaitable[None]]) -> bool:
+        """Do what needs an adapter; tells whether that went well. What went wrong is noted, to be tried again."""
+        trouble = self._troubles.setdefault(ref.name, _Trouble(since=self._clock()))
+        crowded = bool(self._unloading)
+        incarnation = self._incarnation
+        try:
+            await work()
         except ObjectMissing as error:
             if self._clock() - trouble.since < NOT_THERE_YET_SECONDS:
                 trouble.again = self._clock() + NOT_THERE_YET_PAUSE
             else:
                 self._failed(ref, str(error), refuse=True)
-        except StoreError as error:
+        except (StoreError, EngineError, GenerationError, MalformedMessage) as error:
             self._failed(ref, str(error))
         except OSError as error:
             self._failed(
@@ -361,15 +454,17 @@ class Replica:
             else:
                 self._failed(ref, str(error))
         else:
-            self._loaded[ref.name] = ref
-            del self._troubles[ref.name]
-            log.info("adapter %s loaded", ref.name)
+            self._troubles.pop(ref.name, None)
+            if self._notice(await self._engine.health()):
+                self._registry_changed.set()
+            return self._engine_ok and incarnation == self._incarnation
+        return False
 
     def _failed(self, ref: AdapterRef, reason: str, *, refuse: bool = False) -> None:
         """Note why `ref` was not loaded. It is refused in time, and tried again all the same: whatever was at fault
         (an engine out of memory, a store, a disk) may come right, and the run waits for it.
         """
-        trouble = self._troubles[ref.name]
+        trouble = self._troubles.setdefault(ref.name, _Trouble(since=self._clock()))
         trouble.failures += 1
         trouble.reason = reason
         trouble.refused = trouble.refused or refuse or trouble.failures >= LOAD_ATTEMPTS
@@ -380,11 +475,15 @@ class Replica:
     def _refused(self) -> dict[str, str]:
         """Adapters that are wanted and cannot be had, with the reason."""
         troubles = {name: trouble.reason for name, trouble in self._troubles.items() if trouble.refused}
-        return troubles | self._no_slot
+        unproven = self._unproven(self._heads) if self._heads is not None else {}
+        disproven = {ref.name: reason for ref in self._wanted if (reason := unproven.get(_run_of(ref)))}
+        return troubles | self._no_slot | disproven
 
     async def _unload(self, name: str) -> None:
         try:
             await self._engine.unload_adapter(name)
+        except EngineError as error:
+            log.info("adapter %s not unloaded: %s", name, error)
         finally:
             self._unloading.pop(name, None)
             self._discard_unneeded()
@@ -392,7 +491,97 @@ class Replica:
     def _discard_unneeded(self) -> None:
         """Remove the cached adapters that are neither wanted nor in the engine."""
         leaving = [ref for ref, _ in self._unloading.values()]
-        self._cache.keep({ref.sha256 for ref in (*self._wanted, *self._loaded.values(), *leaving)})
+        proving = [self._proving] if self._proving is not None else []
+        self._cache.keep({ref.sha256 for ref in (*self._wanted, *self._loaded.values(), *leaving, *proving)})
+
+    # ------------------------------------------------------------------------------------------------------- proofs
+
+    async def _prove(self, head: Head, probe: ProbeRef) -> None:
+        """Sample under the run's probe and under the base, and compare with what its learner computes."""
+        ref = probe.adapter
+        self._proving = ref
+        reason: str | None = None
+
+        async def work() -> None:
+            nonlocal reason
+            directory = await self._cache.fetch(ref)
+            expected = decode(await self._cache.read(probe.expected), Probe)
+            base = [await self._sample_one(None, prompt, expected) for prompt in expected.prompt_ids]
+            await self._engine.load_adapter(ref.name, directory)
+            try:
+                adapted = [await self._sample_one(ref.name, prompt, expected) for prompt in expected.prompt_ids]
+            finally:
+                await self._engine.unload_adapter(ref.name)
+            reason = verdict(expected, base, adapted)
+
+        try:
+            with tracing.span("prove", run=head.run, replica=self.id):
+                done = await self._attempt(ref, work)
+        finally:
+            self._proving = None
+            self._discard_unneeded()
+        if done:
+            self._proofs[ref.name] = reason
+            if reason is None:
+                log.info("replica %s computes what the learner of run %s computes", self.id, head.run)
+            else:
+                log.error("replica %s does not serve run %s: %s", self.id, head.run, reason)
+        async with self._proven:
+            self._proven.notify_all()
+
+    async def _sample_one(self, adapter: str | None, prompt: Ids, expected: Probe) -> tuple[Ids, Floats]:
+        id = f"{self.id}.probe.{next(self._proof_numbers)}"
+        sampling = Sampling(max_new_tokens=1, temperature=expected.temperature)
+        result = await self._engine.generate(id, adapter, prompt, sampling)
+        if result.adapter != adapter:
+            raise EngineError(f"the engine served {result.adapter} where {adapter} was asked")
+        return result.token_ids, result.logprobs
+
+    def _unproven(self, heads: Heads) -> dict[str, str | None]:
+        """The runs that this replica may not serve: with what is wrong, None while it is not known yet.
+
+        A run that is over is still asked for now and then; what was found out about it holds.
+        """
+        return {
+            head.run: self._proofs.get(head.probe.adapter.name, self._reason(head.probe.adapter))
+            for head in heads.heads.values()
+            if head.probe is not None
+            and (_concerns(head, self.fleet) or head.probe.adapter.name in self._proofs)
+            and self._proofs.get(head.probe.adapter.name, "unknown") is not None
+        }
+
+    def _reason(self, ref: AdapterRef) -> str | None:
+        """Why a proof could not be tried, None while that is not given up."""
+        trouble = self._troubles.get(ref.name)
+        return trouble.reason if trouble is not None and trouble.refused else None
+
+    async def _require_proof(self, run: str) -> None:
+        """Wait until this replica has proven that it may serve `run`. Raises GenerationError when it may not."""
+        if self._heads is None:
+            return
+        heads = self._heads
+
+        def known() -> bool:
+            unproven = self._unproven(heads)
+            return run not in unproven or unproven[run] is not None
+
+        if not known():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROOF_PATIENCE), self._proven:
+                    await self._proven.wait_for(known)
+        unproven = self._unproven(heads)
+        if run in unproven:
+            raise GenerationError(f"replica {self.id} may not serve run {run}: {unproven[run] or 'not proven yet'}")
+
+    def _disproven(self) -> str:
+        """Why this replica serves no run at all, empty when it serves one or there is none to serve."""
+        if self._heads is None:
+            return ""
+        unproven = {run: reason for run, reason in self._unproven(self._heads).items() if reason}
+        running = {head.run for head in self._heads.heads.values() if _concerns(head, self.fleet)}
+        if not unproven or running - unproven.keys():
+            return ""
+        return "; ".join(f"run {run}: {reason}" for run, reason in sorted(unproven.items()))
 
     # --------------------------------------------------------------------------------------------------- presence
 
@@ -411,6 +600,9 @@ class Replica:
 
     async def _put_node(self) -> None:
         health = await self._engine.health()
+        if self._notice(health):
+            self._registry_changed.set()
+        disproven = self._disproven()
         await self._registry.put_node(
             Node(
                 id=self.id,
@@ -418,12 +610,13 @@ class Replica:
                 fleet=self.fleet,
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                state=self._state if health.ok else "failed",
-                detail="" if health.ok else health.detail,
+                state=self._state if health.ok and not disproven else "failed",
+                detail=disproven if health.ok else health.detail,
                 model=self._model,
-                confirmed=list(self._loaded),
+                confirmed=list(self._loaded) if health.ok else [],
                 refused=self._refused(),
                 slots=health.adapter_slots,
+                max_rank=health.max_rank,
                 context=health.context,
                 cache_tokens=health.cache_tokens,
                 block=health.block,
@@ -440,9 +633,22 @@ class Replica:
 
 def _trace_of(heads: Heads, ref: AdapterRef) -> Mapping[str, str]:
     """The headers of the step that made a version: loading it belongs to that step's trace."""
-    run = ref.name.rsplit("-v", 1)[0]
+    run = _run_of(ref)
     record = heads.versions.get(run, {}).get(ref.version)
     return record.trace if record is not None and record.adapter.name == ref.name else {}
+
+
+def _concerns(head: Head, fleet: str) -> bool:
+    return head.fleet == fleet and head.state == "running"
+
+
+def _probes(heads: Heads, fleet: str) -> list[tuple[Head, ProbeRef]]:
+    """What the fleet's running runs ask of their replicas."""
+    return [(head, head.probe) for head in heads.heads.values() if head.probe is not None and _concerns(head, fleet)]
+
+
+def _run_of(ref: AdapterRef) -> str:
+    return ref.name.rsplit("-v", 1)[0]
 
 
 def _new_blocks(adapter: str | None, prompt: Ids, output: Ids, block: int) -> bytes:

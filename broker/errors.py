@@ -41,7 +41,7 @@ class ConnectionFailed(FarflungError):
 
 
 class ServerError(FarflungError):
-    """An embedded server could not be started (port in use, binary missing, disk full)."""
+    """A server that Farflung runs could not be started (port in use, program missing, disk full, too little memory)."""
 
     exit_code = 4
 
@@ -126,6 +126,13 @@ class AdapterNotLoaded(GenerationError):
 
 class AdapterError(FarflungError):
     """An adapter cannot be loaded: files missing, wrong shapes, or no slot left."""
+
+
+class EngineError(FarflungError):
+    """The inference engine cannot be asked now, or its answer makes no sense: it died, hangs, or is being restarted.
+
+    The same call may succeed later.
+    """
 
 
 class EpisodeFailed(FarflungError):

@@ -308,6 +308,15 @@ class AdapterRef(msgspec.Struct, frozen=True):
         return BlobRef(key=self.key, size=self.size, sha256=self.sha256)
 
 
+class ProbeRef(msgspec.Struct, frozen=True):
+    """How a replica proves that it computes what the learner computes (`broker.probe`)."""
+
+    adapter: AdapterRef
+    """Large random weights in the shape of the run's adapter; never trained, never served."""
+    expected: BlobRef
+    """A `broker.probe.Probe`: what the learner computes under it and under the base model."""
+
+
 RunState = Literal["running", "stopped", "finished", "failed"]
 
 
@@ -348,6 +357,8 @@ class Head(Message, frozen=True, kw_only=True, tag="head"):
     """The fingerprint of the base model."""
     summary: dict[str, float] = {}
     """Figures of the last step, for whoever looks from outside."""
+    probe: ProbeRef | None = None
+    """What a replica must prove before it serves this run; None: nothing, until the learner has made it."""
 
 
 class VersionRecord(Message, frozen=True, kw_only=True, tag="version"):
@@ -397,6 +408,8 @@ class Node(Message, frozen=True, kw_only=True, tag="node"):
     """Adapter names a replica failed to load, with the reason."""
     slots: Count = 0
     """Adapters a replica can hold at once."""
+    max_rank: Count = 0
+    """The largest LoRA rank it takes; 0: any."""
     capacity: Count = 0
     """Requests a replica runs at once; episodes an actor runs at once."""
     context: Count = 0

@@ -89,6 +89,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def fingerprint_of(directory: Path) -> str:
+    """The fingerprint of the model in `directory`. Raises ModelError when there is none."""
+    return _fingerprint(directory, _read_config(directory))
+
+
 def _fingerprint(directory: Path, config: dict[str, Any]) -> str:
     """Eight hex digits of the config and of each weight file's header (names, shapes, offsets) and first tensors."""
     digest = hashlib.sha256()

@@ -97,6 +97,11 @@ def adapter_name(run: str, version: int, sha256: str) -> str:
     return f"{run}-v{version:06d}-{sha256[:8]}"
 
 
+def probe_name(run: str, sha256: str) -> str:
+    """The name under which engines know a run's probe adapter."""
+    return f"{run}-probe-{sha256[:8]}"
+
+
 def run_prefix(run: str, incarnation: str) -> str:
     """Where everything of one incarnation lies in the store."""
     return f"runs/{run}/{incarnation}"
@@ -118,6 +123,10 @@ def group_of(key: str) -> str:
 
 def adapter_prefix(run: str, incarnation: str, version: int) -> str:
     return f"{run_prefix(run, incarnation)}/adapters/{version:06d}"
+
+
+def probe_prefix(run: str, incarnation: str) -> str:
+    return f"{run_prefix(run, incarnation)}/probe"
 
 
 def checkpoint_prefix(run: str, incarnation: str, step: int) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.processes import cores, die_with_parent
+from broker.parent import die_with_parent
+from deploy.processes import cores
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 """How long to wait before the next start, by the number of crashes in a row."""

@@ -53,7 +53,12 @@ def connection_options(function: F) -> F:
 
 
 def branch_options(function: F) -> F:
-    """The options by which a new run begins with another run's version."""
+    """The options by which a new run begins with another run's version, or with an adapter from elsewhere."""
+    function = click.option(
+        "--adapter",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Begin the run with the PEFT adapter in this directory.",
+    )(function)
     function = click.option(
         "--fresh-optimizer", is_flag=True, help="With --from: begin with a fresh optimizer, not the other run's."
     )(function)
@@ -89,6 +94,8 @@ def _check_branch(options: dict[str, Any]) -> None:
     """Refuse what --from cannot mean before anything starts. Raises ConfigError."""
     from learner.branch import Origin
 
+    if options["origin"] is not None and options["adapter"] is not None:
+        raise ConfigError("--from and --adapter each say what the run begins with; leave one of them out")
     if options["origin"] is not None:
         Origin.parse(options["origin"])
     elif options["fresh_optimizer"]:
@@ -131,6 +138,8 @@ def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> Non
     Example:  farflung up examples/addition.toml
 
     Example:  farflung up harder.toml --from addition@12
+
+    Example:  farflung up mine.toml --adapter ./sft-adapter
     """
     from deploy import running
     from deploy.supervisor import Up, UpOptions
@@ -243,9 +252,28 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
 @cli.command()
 @click.option("--model", help="Base model: a directory, a hub name, or smollm2-135m-instruct. Default: the run's.")
 @click.option("--fleet", help="The fleet to work for. Default: from --model, or that of the only run there is.")
-@click.option("--engine", type=click.Choice(["embedded"]), default="embedded", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="embedded: in this process. vllm: a vLLM server, started and kept alive.",
+)
+@click.option(
+    "--engine-url",
+    envvar="FARFLUNG_ENGINE_URL",
+    default="",
+    help="Use the vLLM server at this URL, which somebody else runs, after checking that it will do.",
+)
+@click.option("--engine-key", envvar="FARFLUNG_ENGINE_KEY", default="", help="What its --api-key wants.")
+@click.option("--engine-arg", multiple=True, help="A further flag for the vLLM server: --engine-arg=--enforce-eager")
+@click.option(
+    "--vllm-python", envvar="FARFLUNG_VLLM_PYTHON", default="", help="The Python that has vLLM. Default: this one."
+)
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
-@click.option("--adapter-slots", default=8, show_default=True, help="Adapters the engine holds at once.")
+@click.option("--adapter-slots", type=int, help="Adapters the engine holds at once. Default: what the runs need.")
+@click.option("--max-lora-rank", type=int, help="Largest rank a vLLM server takes. Default: what the runs need.")
+@click.option("--context", type=int, help="Longest prompt and reply, in tokens. Default: the model's.")
 @click.option("--max-inflight", default=64, show_default=True, help="Episodes to run at once.")
 @click.option("--cache-tokens", default=16384, show_default=True, help="KV cache for running requests, in tokens.")
 @click.option("--threads", type=int, help="CPU threads for the engine. Default: all cores.")
@@ -261,7 +289,7 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
 def actor(**options: Any) -> None:
     """Run an actor: runs episodes for every run of its fleet, and hosts one inference engine.
 
-    Example:  farflung actor --model smollm2-135m-instruct --code examples
+    Example:  farflung actor --model smollm2-135m-instruct --code examples --engine vllm
     """
     from deploy import components, running
 

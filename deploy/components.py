@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from broker.bus import Bus
 from broker.chat import ChatTokenizer
 from broker.ending import end
 from broker.errors import ConfigError, ModelError, ServerError
+from broker.locks import file_lock
 from broker.messages import Head
-from broker.models import cache_root, resolve
+from broker.models import ModelFiles, cache_root, resolve
 from broker.registry import Registry
 from broker.runspec import RunSpec, fleet_of
 from broker.store import Store
@@ -23,9 +25,13 @@ from deploy.profile import Connection
 from deploy.running import connected, log
 
 if TYPE_CHECKING:
+    from actors.engines.base import Engine
     from router.face import Face
     from router.fleet import FleetFace
     from router.service import RouterService
+
+DEFAULT_SLOTS = 8
+"""Adapters that an embedded engine holds at least: they cost memory only when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +41,23 @@ class ActorOptions:
     model: str | None
     fleet: str | None
     engine: str
+    engine_url: str
+    engine_key: str
+    engine_arg: Sequence[str]
+    vllm_python: str
     dtype: str
-    adapter_slots: int
+    adapter_slots: int | None
+    max_lora_rank: int | None
+    context: int | None
     max_inflight: int
     cache_tokens: int
     threads: int | None
     code: Sequence[Path]
     no_engine: bool
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.engine == "vllm" or bool(self.engine_url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,7 @@ class LearnerOptions:
     restart: bool
     take_over: bool
     origin: str | None
+    adapter: Path | None
     fresh_optimizer: bool
 
 
@@ -164,7 +181,6 @@ async def actor(connection: Connection, id: str, options: ActorOptions) -> int:
 
 async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: ActorOptions) -> None:
     from actors.adapter_cache import AdapterCache
-    from actors.engines import create
     from actors.replica import Replica
     from actors.service import Actor
 
@@ -176,17 +192,14 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
     files = await asyncio.to_thread(resolve, model, log.info)
     work = cache_root() / "work" / id
     parts = []
-    try:
+    async with AsyncExitStack() as leaving:
+        leaving.callback(shutil.rmtree, work, ignore_errors=True)
         if not options.no_engine:
-            engine = create(
-                options.engine,
-                files.directory,
-                dtype=options.dtype,
-                adapter_slots=options.adapter_slots,
-                max_batch=options.max_inflight,
-                cache_tokens=options.cache_tokens,
-                threads=options.threads,
-            )
+            engine = await _engine(registry, files, fleet, id, work, options)
+            if options.engine_url:
+                leaving.enter_context(_held_alone(options.engine_url))
+            if options.uses_vllm:
+                leaving.push_async_callback(engine.close)
             await engine.start()
             replica_id = id.replace("actor-", "replica-", 1)
             replica = Replica(
@@ -211,14 +224,60 @@ async def _actor(bus: Bus, registry: Registry, store: Store, id: str, options: A
             max_inflight=options.max_inflight,
         )
         await asyncio.gather(worker.run(), *parts)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+
+async def _engine(
+    registry: Registry, files: ModelFiles, fleet: str, id: str, work: Path, options: ActorOptions
+) -> Engine:
+    """The engine that the options ask for, made for what the fleet's runs need. Raises ConfigError."""
+    from actors.engines import VllmOptions, create_embedded, create_vllm
+    from actors.engines.vllm.flags import needs
+
+    context = min(files.context, options.context or files.context)
+    wanted = needs(
+        await registry.heads(), fleet, context=context, rank=options.max_lora_rank, slots=options.adapter_slots
+    )
+    if not options.uses_vllm:
+        return create_embedded(
+            files.directory,
+            dtype=options.dtype,
+            adapter_slots=options.adapter_slots or max(wanted.slots, DEFAULT_SLOTS),
+            max_batch=options.max_inflight,
+            cache_tokens=options.cache_tokens,
+            threads=options.threads,
+            context=options.context,
+        )
+    return create_vllm(
+        files,
+        rank=wanted.rank,
+        slots=wanted.slots,
+        context=context,
+        options=VllmOptions(
+            url=options.engine_url,
+            key=options.engine_key,
+            python=options.vllm_python,
+            extra=options.engine_arg,
+            dtype=options.dtype,
+            cache_tokens=options.cache_tokens,
+            threads=options.threads,
+        ),
+        scratch=work / "vllm",
+        log_file=cache_root() / "logs" / f"{id}-vllm.log",
+    )
+
+
+def _held_alone(url: str) -> AbstractContextManager[None]:
+    """Keep other actors of this machine from the engine at `url`: two would unload each other's adapters."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in url.partition("://")[2])
+    busy = f"another actor of this machine drives the engine at {url}; stop it, or give this one an engine of its own"
+    return file_lock(cache_root() / "engines" / name, wait=False, busy=busy)
 
 
 async def learner(connection: Connection, spec: RunSpec, id: str, options: LearnerOptions) -> int:
     """Run a learner until its run is finished or stopped; prints its summary as JSON."""
     from learner.branch import Origin
     from learner.node import PolicyLoader
+    from learner.probe import probe_of
     from learner.service import Learner
 
     files = await asyncio.to_thread(resolve, spec.run.model, log.info)
@@ -241,8 +300,10 @@ async def learner(connection: Connection, spec: RunSpec, id: str, options: Learn
                 restart=options.restart,
                 take_over=options.take_over,
                 origin=Origin.parse(options.origin) if options.origin else None,
+                adapter=options.adapter,
                 fresh_optimizer=options.fresh_optimizer,
                 policy=loader,
+                prober=probe_of,
             ).run()
     finally:
         loader.close()

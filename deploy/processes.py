@@ -1,24 +1,11 @@
-"""Small things about processes and private files that several commands need."""
+"""Small things about the machine and private files that several commands need."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
-import sys
 from pathlib import Path
 
 from broker.errors import ServerError
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Called in a child before it becomes its program: it is ended when its parent dies, however that dies."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from broker.errors import ServerError
-from deploy.processes import die_with_parent, write_private
+from broker.parent import die_with_parent
+from deploy.processes import write_private
 
 
 class ServerState(msgspec.Struct):

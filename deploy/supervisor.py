@@ -58,6 +58,7 @@ class UpOptions:
     s3: str | None
     restart: bool
     origin: str | None
+    adapter: Path | None
     fresh_optimizer: bool
     threads_learner: int | None
     threads_actor: int | None
@@ -78,6 +79,7 @@ class Up:
         self._once = [
             *(["--restart"] if options.restart else []),
             *([f"--from={options.origin}"] if options.origin else []),
+            *([f"--adapter={options.adapter.resolve()}"] if options.adapter else []),
             *(["--fresh-optimizer"] if options.fresh_optimizer else []),
         ]
         """What the learner is told at its first start only."""
@@ -100,8 +102,8 @@ class Up:
 
                     name = self._spec.run.name
                     found = await registry.head(name)
-                    goes_on = not self._options.restart and self._options.origin is None
-                    if found is not None and goes_on and finished(found[0], self._spec):
+                    anew = self._options.restart or self._options.origin or self._options.adapter
+                    if found is not None and not anew and finished(found[0], self._spec):
                         self._say(f"run {name} is finished; --restart begins it anew")
                         summary = (await summary_of(registry, store, name)).to_json()
                         self._show_figures(summary)
@@ -202,7 +204,8 @@ class Up:
                     "actor", *common, "--fleet", spec.fleet_name, "--model", spec.run.model, "--engine", fleet.engine,
                     "--max-inflight", str(fleet.max_inflight), "--adapter-slots", str(spec.adapter_slots),
                     "--dtype", spec.run.dtype, "--code", str(options.config.resolve().parent),
-                    "--threads", str(threads_actor),
+                    "--max-lora-rank", str(spec.lora.rank), "--threads", str(threads_actor),
+                    *(f"--engine-arg={flag}" for flag in fleet.engine_args),
                 ],
                 directory / "logs" / f"actor-{number}.log",
                 environment=thread_environment(threads_actor),

@@ -10,6 +10,16 @@ from broker.messages import Head, Node
 from broker.runspec import RunSpec
 
 
+def check_ranks(spec: RunSpec, replicas: Iterable[Node]) -> None:
+    """Refuse a fleet whose engines were started for smaller adapters than this run's. Raises ConfigError."""
+    for node in replicas:
+        if node.max_rank and node.max_rank < spec.lora.rank:
+            raise ConfigError(
+                f"fleet {spec.fleet_name}: replica {node.id} takes adapters up to rank {node.max_rank}, lora.rank is "
+                f"{spec.lora.rank}. Start replicas with --max-lora-rank {spec.lora.rank}, or lower lora.rank"
+            )
+
+
 def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) -> None:
     """Refuse a fleet whose replicas cannot hold this run's adapters beside those of the runs already there.
 

@@ -1,7 +1,8 @@
 """Branching: a new run that begins with a committed version of another run.
 
 The new run begins with head 1: the origin's adapter under a key and a name of its own, so that nothing of it depends
-on the origin's objects or on whether the origin goes on, is begun anew or is deleted.
+on the origin's objects or on whether the origin goes on, is begun anew or is deleted. An adapter from elsewhere
+(`learner.imported`) takes an origin's place.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ async def claim(
         return await _written(registry, head, revision, created=True)
     if branch is not None:
         raise RunConflict(
-            f"run {run} exists already (at step {old.step}) and cannot be branched into: leave out --from to go on "
-            "with it, choose another run.name, or begin it anew with --restart"
+            f"run {run} exists already (at step {old.step}) and cannot begin with something else: leave out --from and "
+            "--adapter to go on with it, choose another run.name, or begin it anew with --restart"
         )
     check_same_policy(old, plain, fingerprint, remedy="choose another run.name, or begin anew with --restart")
     head = replace_head(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -28,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from broker.adapters import CONFIG_KEY, adapter_config
 from broker.errors import AdapterError, ModelError, ObjectCorrupt, RunConflict, RunFailed
-from broker.messages import Floats
+from broker.messages import Floats, Ids
 from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
 from learner.attention import IMPLEMENTATION
@@ -402,6 +403,24 @@ class Policy:
                     scores[index][packed.offset[own]] = logprobs[own]
         return [score[row.trained] for score, row in zip(scores, rows, strict=True)]
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return int(self._head.weight.shape[0])
+
+    def next_logprobs(self, prompts: Sequence[Ids], adapter: bytes | None) -> npt.NDArray[np.float32]:
+        """Logprobs of every token that may follow each prompt, float32 [prompts, vocabulary].
+
+        `adapter` is a version's blob, None for the base model. Raises AdapterError when the blob does not fit.
+        """
+        found = []
+        with torch.no_grad(), self._under(adapter):
+            for prompt in prompts:
+                tokens = torch.tensor(prompt, device=self.device, dtype=torch.int64)
+                logits = self._causal(input_ids=tokens[None], use_cache=False).logits[0, -1].float()
+                found.append((logits / self.temperature).log_softmax(-1).cpu().numpy())
+        return np.stack(found)
+
     @contextmanager
     def _under(self, adapter: bytes | Literal["current"] | None) -> Iterator[None]:
         """Compute under other weights. The current tensors are set aside, not copied, and put back as they were."""
@@ -456,6 +475,22 @@ class Policy:
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self._weights.items()}
         return _save(tensors, {CONFIG_KEY: json.dumps(plain, indent=2, sort_keys=True)})
+
+    def random_adapter_bytes(self, scale: float, seed: int) -> bytes:
+        """An adapter in this one's shape: B is drawn with standard deviation `scale`, A so that A x is of x's size.
+
+        The weights and torch's random state stay as they are.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        current = {name: parameter.data for name, parameter in self._weights.items()}
+        try:
+            for name, parameter in self._weights.items():
+                size = parameter.shape[-1] ** -0.5 if "lora_A" in name else scale
+                parameter.data = torch.randn(parameter.shape, generator=generator) * size
+            return self.adapter_bytes()
+        finally:
+            for name, parameter in self._weights.items():
+                parameter.data = current[name]
 
     def load_adapter_bytes(self, data: bytes) -> None:
         """Make a blob's weights the current ones, bit for bit. Raises AdapterError when they do not fit."""

@@ -37,23 +37,26 @@ from broker.errors import (
 )
 from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
+from broker.probe import Probe
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
 from broker.runspec import RunSpec
 from broker.store import Store
 from learner.activator import Activator
-from learner.admission import check_slots
+from learner.admission import check_ranks, check_slots
 from learner.batch import BatchFigures, figures_of, outcomes_of, teaches
-from learner.branch import Origin, fetch_branch
+from learner.branch import Branch, Origin, fetch_branch
 from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
 from learner.feeder import Feeder
+from learner.imported import read_adapter
 from learner.intake import Intake
 from learner.janitor import Janitor
 from learner.ledger import Ledger, Outcome
 from learner.lineage import lineage
 from learner.priority import PRIORITIES
+from learner.probe import probe_of, store_probe
 from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
@@ -95,10 +98,13 @@ class Learner:
         restart: bool = False,
         take_over: bool = False,
         origin: Origin | None = None,
+        adapter: Path | None = None,
         fresh_optimizer: bool = False,
         clock: Callable[[], float] = time.monotonic,
         policy: Callable[[], Policy] | None = None,
+        prober: Callable[[Policy, RunSpec], tuple[bytes, Probe]] | None = None,
     ) -> None:
+        """`policy` and `prober` take the place of the real ones; a policy of another kind is probed only by its own."""
         self._bus = bus
         self._registry = registry
         self._store = store
@@ -112,9 +118,11 @@ class Learner:
         self._restart = restart
         self._take_over = take_over
         self._origin = origin
+        self._adapter = adapter
         self._fresh_optimizer = fresh_optimizer
         self._clock = clock
         self._make_policy = policy or self._load_policy
+        self._make_probe = prober or (probe_of if policy is None else None)
         algorithm = spec.algorithm
         self._rule = CreditRule(
             algorithm.groups_per_step, algorithm.max_staleness, algorithm.publish_every, algorithm.mean_staleness
@@ -161,7 +169,7 @@ class Learner:
             await self._roster.ready.wait()
             await self._heads.ready.wait()
             found = await self._registry.head(self.spec.run.name)
-            goes_on = not self._restart and self._origin is None
+            goes_on = not self._restart and self._origin is None and self._adapter is None
             if found is not None and goes_on and finished(found[0], self.spec):
                 return await summary_of(self._registry, self._store, found[0].run)
             claimed = await self._claim()
@@ -212,7 +220,9 @@ class Learner:
                 system_prompt=environment.system_prompt,
             )
         code = {name: source_hash(name, self._roots) for name in environment.user_code}
-        check_slots(self.spec, self._heads.heads.values(), self._roster.present("replica", self.spec.fleet_name))
+        replicas = self._roster.present("replica", self.spec.fleet_name)
+        check_slots(self.spec, self._heads.heads.values(), replicas)
+        check_ranks(self.spec, replicas)
         branch = None
         if self._origin is not None:
             branch = await fetch_branch(
@@ -223,6 +233,9 @@ class Learner:
                 fingerprint=self._model.fingerprint,
                 fresh_optimizer=self._fresh_optimizer,
             )
+        elif self._adapter is not None:
+            weights = await asyncio.to_thread(read_adapter, self._adapter, self.spec.lora, self._model)
+            branch = Branch(f"adapter {self._adapter.name}", weights, None)
         return await claim(
             self._registry,
             self._store,
@@ -264,6 +277,7 @@ class Learner:
             )
             self._policy = await self._in_thread(self._make_policy)
             await self._restore()
+            await self._publish_probe()
         finally:
             await end(announcing)
         head = self._session.head
@@ -324,6 +338,16 @@ class Learner:
 
     def _load_policy(self) -> Policy:
         return new_policy(self.spec, self._model.directory, model_name=self._model.public_name, threads=self._threads)
+
+    async def _publish_probe(self) -> None:
+        """Tell the replicas what they must reproduce before they serve this run."""
+        if self._make_probe is None:
+            return
+        make = self._make_probe
+        adapter, probe = await self._in_thread(lambda: make(self._policy, self.spec))
+        ref = await store_probe(self._store, self._session.head, adapter, probe)
+        if self._session.head.probe != ref:
+            await self._session.write(probe=ref)
 
     async def _restore(self) -> None:
         """Go on from the newest intact commit."""
@@ -716,11 +740,13 @@ class Learner:
             parts.append(f"failed groups: {kinds}; last: {self._intake.last_failure[:200]}")
         if self._ledger.open_groups and not self._roster.present("actor", self.spec.fleet_name):
             parts.append(f"no actor is present in fleet {self.spec.fleet_name}")
-        replicas, enough = len(self._roster.present("replica", self.spec.fleet_name)), self.spec.fleet.min_replicas
+        present = self._roster.present("replica", self.spec.fleet_name)
+        replicas, enough = len(present), self.spec.fleet.min_replicas
         if replicas < enough:
             there = "no replica is" if not replicas else "1 replica is" if replicas == 1 else f"{replicas} replicas are"
             needed = f"; the run needs {enough} (fleet.min_replicas)" if enough > 1 else ""
             parts.append(f"{there} present in fleet {self.spec.fleet_name}{needed}")
+        parts += [f"replica {node.id} is out: {node.detail}" for node in present if node.state == "failed"]
         return "; ".join(parts)
 
     def _node(self) -> Node:

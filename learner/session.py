@@ -56,6 +56,8 @@ class Session:
         self._claimed: Head | None = None
         """The head as claimed, while the store has no copy of it."""
         self._lock = asyncio.Lock()
+        self._unsure: Head | None = None
+        """What was being written when the writer was cancelled: the broker may have it, or not."""
         self.adapters: dict[int, AdapterRef] = {ref.version: ref for ref in claim.head.live}
         """Published versions by number, as far as anything still needs them."""
         self.trouble = ""
@@ -78,15 +80,24 @@ class Session:
         """
         async with self._lock:
             head = self._changed(**changes)
+            unsure, self._unsure = self._unsure, head
             try:
                 self._revision = await self._registry.set_head(head, self._revision, patience=BROKER_PATIENCE)
             except RegistryConflict as error:
+                found = await self._registry.head(self.run)
+                if found is not None and found[0] == unsure:
+                    # A write whose caller was cancelled was made after all: go on from there.
+                    self._head = unsure
+                    head = self._changed(**changes)
+                    self._revision = await self._registry.set_head(head, found[1], patience=BROKER_PATIENCE)
+                    self._head, self._unsure = head, None
+                    return head
                 why = await self.fenced() or f"the record of run {self.run} was written by somebody else"
                 raise Fenced(
                     f"{why}; this learner's epoch, {self._head.epoch}, is over. Nothing of its last step counts; its "
                     "groups are with the other one"
                 ) from error
-            self._head = head
+            self._head, self._unsure = head, None
             return head
 
     def _changed(self, **changes: Any) -> Head:

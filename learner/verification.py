@@ -10,7 +10,7 @@ from broker.messages import AdapterRef
 from broker.runspec import AlgorithmSection
 from broker.store import Store
 from learner.buffer import Held
-from learner.truth import TruthReport, choose, compare, verdict
+from learner.truth import TruthReport, choose, compare, tolerance_of, verdict
 
 if TYPE_CHECKING:
     from learner.model import Policy
@@ -73,7 +73,7 @@ class Verifier:
                 recomputed.append(score[span.tokens])
                 pairs.append((version, span.replica))
         report = compare(recorded, recomputed, pairs)
-        problem = verdict(report, self._algorithm.truth_tolerance, policy.dtype_name)
+        problem = verdict(report, tolerance_of(self._algorithm, policy.dtype_name), policy.dtype_name)
         if problem is not None:
             raise PolicyMismatch(f"{step}: {problem}")
         return report

@@ -14,8 +14,17 @@ EOS = 2
 """The id of <|im_end|>."""
 
 
-def build_tiny_model(directory: Path, *, seed: int = 0, layers: int = 2, context: int = 512) -> Path:
-    """Write a 2-layer Llama (hidden 32, 4 heads, 2 KV heads, vocabulary 259) and its tokenizer to `directory`."""
+def build_tiny_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    context: int = 512,
+    hidden: int = 32,
+    heads: int = 4,
+    std: float = 0.3,
+) -> Path:
+    """Write a 2-layer Llama (half as many KV heads as heads, vocabulary 259) and its tokenizer to `directory`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,11 +53,11 @@ def build_tiny_model(directory: Path, *, seed: int = 0, layers: int = 2, context
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(vocab),
-                hidden_size=32,
-                intermediate_size=64,
+                hidden_size=hidden,
+                intermediate_size=2 * hidden,
                 num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
+                num_attention_heads=heads,
+                num_key_value_heads=heads // 2,
                 max_position_embeddings=context,
                 bos_token_id=0,
                 eos_token_id=EOS,
@@ -58,6 +67,6 @@ def build_tiny_model(directory: Path, *, seed: int = 0, layers: int = 2, context
         )
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.3)
+                torch.nn.init.normal_(parameter, std=std)
     model.save_pretrained(directory)
     return directory

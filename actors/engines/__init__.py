@@ -1,19 +1,26 @@
 """Inference engines behind one small protocol (`base.Engine`).
 
-`embedded` runs transformers and PEFT in the actor's own process. An engine that drives another server takes its
-place beside it and is named in `create`.
+`embedded` runs transformers and PEFT in the actor's own process; `vllm` drives a vLLM server. Both are made here, so
+that nothing else knows which it has.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from actors.engines.base import Engine
 from broker.errors import ConfigError
+from broker.models import ModelFiles
+
+log = logging.getLogger(__name__)
 
 
-def create(
-    kind: str,
+def create_embedded(
     model_dir: Path,
     *,
     dtype: str = "auto",
@@ -23,13 +30,11 @@ def create(
     threads: int | None = None,
     context: int | None = None,
 ) -> Engine:
-    """The engine called `kind` ("embedded") for the model in `model_dir`; `start()` it before use.
+    """The embedded engine for the model in `model_dir`; `start()` it before use.
 
-    The other arguments mean what they mean to `embedded.EmbeddedEngine`. Loads torch here, not at import. Raises
+    The arguments mean what they mean to `embedded.EmbeddedEngine`. Loads torch here, not at import. Raises
     ConfigError.
     """
-    if kind != "embedded":
-        raise ConfigError(f"engine {kind!r}: expected 'embedded'")
     try:
         from actors.engines.embedded import EmbeddedEngine
     except ImportError as error:
@@ -43,3 +48,57 @@ def create(
         threads=threads,
         context=context,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """How to get a vLLM server: at `url` (with `key`, if it wants one), or started by `python` with `extra` flags."""
+
+    url: str = ""
+    key: str = ""
+    python: str = ""
+    extra: Sequence[str] = ()
+    dtype: str = "auto"
+    cache_tokens: int = 16384
+    threads: int | None = None
+
+
+def create_vllm(
+    files: ModelFiles, *, rank: int, slots: int, context: int, options: VllmOptions, scratch: Path, log_file: Path
+) -> Engine:
+    """A vLLM server as an engine that takes `slots` adapters up to `rank`; `start()` it before use.
+
+    `scratch` is a directory of this process that the server can read; a server that is started here writes to
+    `log_file`. Raises ConfigError.
+    """
+    from actors.engines.vllm import flags
+    from actors.engines.vllm.engine import VllmEngine
+    from actors.engines.vllm.process import Attached, Home, Supervised, find_program
+
+    needs = flags.Needs(rank=rank, slots=slots, context=context)
+    flags.lora_rank(rank)
+    if options.url:
+        home: Home = Attached(options.url, key=options.key)
+    else:
+        program = find_program(options.python or sys.executable)
+        if reason := flags.refuse_version(program.version):
+            raise ConfigError(reason)
+        dtype = options.dtype if options.dtype != "auto" else "float32" if program.cpu else "bfloat16"
+        config = json.loads((files.directory / "config.json").read_text())
+        space = flags.cache_bytes(config, options.cache_tokens, dtype)
+        log.info("starting vLLM %s in %s: adapters up to rank %d, %d slots", program.version, dtype, rank, slots)
+        home = Supervised(
+            lambda port: flags.command(
+                program.python,
+                files.directory,
+                files.public_name,
+                needs=needs,
+                version=program.version,
+                dtype=dtype,
+                port=port,
+                extra=options.extra,
+            ),
+            lambda key: flags.environment(key=key, cpu=program.cpu, threads=options.threads, cache_bytes=space),
+            log_file,
+        )
+    return VllmEngine(home, files, needs, scratch)

@@ -70,13 +70,18 @@ class EngineHealth:
     """Prompt tokens computed since the start (cached ones not counted)."""
     block: int = 16
     """Tokens in a block of the prefix cache."""
+    incarnation: int = 0
+    """Another number than before: the engine was started anew, or lost adapters. Whatever it held is to be loaded
+    and proven again."""
+    max_rank: int = 0
+    """The largest LoRA rank it takes; 0: any."""
 
 
 class Engine(Protocol):
     """An inference engine that serves one base model and several LoRA adapters at once."""
 
     async def start(self) -> None:
-        """Load the base model. Raises ModelError."""
+        """Load the base model. Raises ModelError, ConfigError, or ServerError."""
 
     async def close(self) -> None:
         """Cancel what runs and free everything."""
@@ -85,11 +90,15 @@ class Engine(Protocol):
         """Load the PEFT adapter in `directory` under `name`.
 
         Loading a name that is loaded already does nothing: a name always means the same bytes. Requests in flight go
-        on meanwhile. Raises AdapterError (unreadable, wrong shapes, no slot left).
+        on meanwhile. The directory stays as it is while the adapter is loaded. Raises AdapterError (unreadable, wrong
+        shapes, no slot left), or EngineError when the engine cannot be asked now.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget `name` and every KV block computed under it, once no request uses it. Unknown names are ignored."""
+        """Forget `name` and every KV block computed under it, once no request uses it. Unknown names are ignored.
+
+        Raises EngineError when the engine cannot be asked now.
+        """
 
     async def generate(
         self, request_id: str, adapter: str | None, prompt: npt.NDArray[np.int32], sampling: Sampling

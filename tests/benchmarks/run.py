@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.benchmarks import measure
 
-BENCHMARKS = ("transport", "protocol", "router", "learner", "engine")
+BENCHMARKS = ("transport", "protocol", "router", "learner", "engine", "sync")
 
 
 def main() -> None:

@@ -95,8 +95,8 @@ def test_a_lock_tells_who_waits_in_vain(tmp_path: Path) -> None:
 
 def up_in(directory: Path, origin: str | None) -> Up:
     options = UpOptions(
-        directory / "x.toml", directory, nats=None, s3=None, restart=False, origin=origin, fresh_optimizer=False,
-        threads_learner=None, threads_actor=None,
+        directory / "x.toml", directory, nats=None, s3=None, restart=False, origin=origin, adapter=None,
+        fresh_optimizer=False, threads_learner=None, threads_actor=None,
     )  # fmt: skip
     return Up(spec(), options, Console())
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from actors.engines import create
+from actors.engines import create_embedded
 from actors.engines.base import Generation, Sampling
 from actors.engines.batcher import Batcher, Sequence
 from actors.engines.embedded import UNHEALTHY_AFTER, EmbeddedEngine
@@ -28,7 +28,6 @@ from actors.engines.sampler import sample
 from broker.errors import (
     AdapterError,
     AdapterNotLoaded,
-    ConfigError,
     GenerationError,
     ModelError,
     PromptTooLong,
@@ -873,8 +872,6 @@ async def test_what_is_no_model_is_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_create_makes_engines_and_loads_torch_only_then(tiny: Path) -> None:
-    assert isinstance(create("embedded", tiny), EmbeddedEngine)
-    with pytest.raises(ConfigError, match="embedded"):
-        create("abacus", tiny)
+    assert isinstance(create_embedded(tiny), EmbeddedEngine)
     code = "import sys, actors.engines; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

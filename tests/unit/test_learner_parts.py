@@ -14,7 +14,7 @@ from broker.messages import AdapterRef, GroupReady, Head, Node, VersionRecord
 from broker.runspec import RunSpec
 from broker.trajectories import Episode, Group, Row
 from deploy.config import check
-from learner.admission import check_slots
+from learner.admission import check_ranks, check_slots
 from learner.batch import figures_of, outcomes_of, rewards_of, sequences_of, teaches
 from learner.buffer import Buffer, Held
 from learner.credit import CreditRule
@@ -219,6 +219,16 @@ def test_a_fleet_with_too_few_slots_is_refused_with_the_sum() -> None:
     with pytest.raises(ConfigError, match=r"rep holds 6 adapters, but 4 \(new\) \+ 3 \(r\) = 7"):
         check_slots(spec(), [head()], [replica])
     check_slots(spec(), [head(state="finished")], [replica])
+
+
+def test_a_fleet_whose_engines_take_smaller_adapters_is_refused_with_the_flag() -> None:
+    def replica(rank: int) -> Node:
+        return Node(id="rep", node="replica", fleet="f", host="h", pid=1, state="ready", slots=6, max_rank=rank)
+
+    rank = spec().lora.rank
+    check_ranks(spec(), [replica(0), replica(rank)])
+    with pytest.raises(ConfigError, match=f"up to rank {rank - 1}, lora.rank is {rank}.*--max-lora-rank {rank}"):
+        check_ranks(spec(), [replica(rank), replica(rank - 1)])
 
 
 # ------------------------------------------------------------------------------------------------- leases, retention

@@ -30,7 +30,7 @@ from learner.flops import row_flops
 from learner.memory import advice
 from learner.model import Policy
 from learner.packing import TokenSequence, pack, tiles
-from learner.truth import compare, verdict
+from learner.truth import compare, tolerance_of, verdict
 from tests.tiny import build_tiny_model
 
 TEMPERATURE = 0.8
@@ -610,11 +610,11 @@ def test_the_truth_check_sees_a_base_or_a_previous_version_served_as_the_adapter
     honest = policy.score(rows)
     for wrong in (policy.score(rows, None), policy.score(rows, previous)):
         report = compare(honest[:6] + wrong[6:], policy.score(rows, policy.adapter_bytes()), served)
-        reason = verdict(report, ALGORITHM.truth_tolerance, policy.dtype_name)
+        reason = verdict(report, tolerance_of(ALGORITHM, policy.dtype_name), policy.dtype_name)
         assert reason is not None
         assert "replica wrong" in reason
         assert "replica honest" not in reason
-    assert verdict(compare(honest, policy.score(rows), served), ALGORITHM.truth_tolerance, "float32") is None
+    assert verdict(compare(honest, policy.score(rows), served), tolerance_of(ALGORITHM, "float32"), "float32") is None
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "nowhere"], ["lm_head"], ["proj"]])

@@ -17,10 +17,11 @@ from safetensors.numpy import save
 import actors.adapter_cache as adapter_cache
 import actors.replica as module
 from actors.adapter_cache import ABANDONED_SECONDS, AdapterCache
-from actors.engines.base import EngineHealth
+from actors.engines.base import EngineHealth, Generation, Sampling
 from actors.replica import Replica
-from broker.errors import AdapterError, ObjectMissing, StoreError
-from broker.messages import AdapterRef, BlobRef, Head, Node
+from broker.errors import AdapterError, AdapterNotLoaded, EngineError, GenerationError, ObjectMissing, StoreError
+from broker.messages import AdapterRef, BlobRef, Head, Node, ProbeRef, pack_floats, pack_ids
+from broker.probe import Probe
 from tests.waiting import until
 
 
@@ -42,6 +43,14 @@ class StubEngine:
         self.attempts = 0
         self.may_unload = asyncio.Event()
         self.may_unload.set()
+        self.ok, self.incarnation = True, 0
+        self.prompts: list[tuple[str | None, list[int]]] = []
+        self.computes = answer
+        """The logprob of token 0 after a prompt, under an adapter."""
+
+    def restart(self) -> None:
+        self.loaded.clear()
+        self.incarnation += 1
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         self.attempts += 1
@@ -54,11 +63,55 @@ class StubEngine:
         await self.may_unload.wait()
         self.loaded.remove(name)
 
-    async def generate(self, *_: object) -> None:
-        await asyncio.Event().wait()
+    async def generate(self, id: str, adapter: str | None, prompt: Any, sampling: Sampling) -> Generation:
+        if adapter is not None and adapter not in self.loaded:
+            raise AdapterNotLoaded(f"{adapter} is not loaded")
+        self.prompts.append((adapter, prompt.tolist()))
+        logprobs = np.asarray([self.computes(adapter, prompt.tolist())], np.float32)
+        return Generation(np.zeros(1, np.int32), logprobs, "stop", adapter, 0)
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(True, "", tuple(self.loaded), self.slots, 0, 0, 128, 4096, 0, 0)
+        detail = "" if self.ok else "the server is away"
+        return EngineHealth(
+            self.ok,
+            detail,
+            tuple(self.loaded),
+            self.slots,
+            0,
+            0,
+            128,
+            4096,
+            0,
+            0,
+            incarnation=self.incarnation,
+            max_rank=8,
+        )
+
+
+def answer(adapter: str | None, prompt: list[int]) -> float:
+    """What a right engine computes: -1 for the base model, -2 for the probe, both less the prompt's length."""
+    return -(2.0 if adapter else 1.0) - len(prompt) / 10
+
+
+PROMPTS = [[1, 2], [3, 4, 5]]
+
+
+def probe(run: str = "run", *, tolerance: float = 1e-2) -> Probe:
+    tables = {
+        name: pack_floats([[answer(adapter, prompt), -9.0] for prompt in PROMPTS])
+        for name, adapter in (("base", None), ("adapted", "probe"))
+    }
+    prompts = [pack_ids(prompt) for prompt in PROMPTS]
+    return Probe(run=run, prompts=prompts, temperature=0.7, tolerance=tolerance, dtype="float32", **tables)
+
+
+def probe_ref(run: str = "run") -> ProbeRef:
+    adapter, expected = blob(9), probe(run).encode()
+    digest, table = hashlib.sha256(adapter).hexdigest(), hashlib.sha256(expected).hexdigest()
+    return ProbeRef(
+        AdapterRef(version=0, name=f"{run}-probe-{digest[:8]}", key="p", size=len(adapter), sha256=digest),
+        BlobRef(key="e", size=len(expected), sha256=table),
+    )
 
 
 class StubStore:
@@ -68,7 +121,8 @@ class StubStore:
     async def get(self, wanted: BlobRef) -> bytes:
         if self.problem is not None:
             raise self.problem
-        return next(data for data in map(blob, range(10)) if hashlib.sha256(data).hexdigest() == wanted.sha256)
+        known = [*map(blob, range(10)), *(probe(run).encode() for run in ("run", "other"))]
+        return next(data for data in known if hashlib.sha256(data).hexdigest() == wanted.sha256)
 
 
 class StubRegistry:
@@ -89,16 +143,21 @@ class Fixture:
         self.replica = Replica(*services, fleet="f", id="replica-a", model="m")
         self.heads: Any = SimpleNamespace(heads={}, versions={})
 
-    async def want(self, *versions: int) -> None:
+    async def want(self, *versions: int, probe: ProbeRef | None = None, run: str = "run") -> None:
         newest = max(versions, default=0)
-        self.heads.heads["run"] = Head(
-            run="run", fleet="f", incarnation="i", epoch=1, learner="l", step=newest, head=newest, active=newest,
-            max_staleness=4, state="running", live=[ref(version) for version in versions],
+        self.heads.heads[run] = Head(
+            run=run, fleet="f", incarnation="i", epoch=1, learner="l", step=newest, head=newest, active=newest,
+            max_staleness=4, state="running", live=[ref(version) for version in versions], probe=probe,
         )  # fmt: skip
         await self.settle()
 
     async def settle(self) -> None:
         await self.replica._settle(self.heads)
+
+    @property
+    def node(self) -> Node:
+        assert self.registry.node is not None
+        return self.registry.node
 
     @property
     def confirmed(self) -> list[str]:
@@ -232,6 +291,145 @@ async def test_work_of_killed_actors_is_removed_and_that_of_living_ones_stays(su
     subject.cache.touch()
     Fixture(living, slots=1).cache.sweep_abandoned()
     assert (subject.work / "adapters").exists()
+
+
+# ------------------------------------------------------------------------------------------------- the engine's deaths
+
+
+async def test_an_engine_that_was_started_anew_gets_every_adapter_again_before_the_replica_is_ready(
+    subject: Fixture,
+) -> None:
+    await subject.want(1, 2)
+    subject.replica._state = "ready"
+    subject.engine.restart()
+    await subject.replica._put_node()
+    assert (subject.node.state, subject.confirmed) == ("joining", []), "what is lost is no longer confirmed"
+    assert subject.replica._registry_changed.is_set(), "and is looked after at once"
+    subject.replica._registry_changed.clear()
+    await subject.settle()
+    assert subject.engine.loaded == [ref(2).name, ref(1).name]
+    assert subject.confirmed == [ref(1).name, ref(2).name]
+    assert subject.replica._settled()
+
+
+async def test_a_replica_whose_engine_is_away_confirms_nothing_and_says_why(subject: Fixture) -> None:
+    await subject.want(1)
+    subject.replica._state = "ready"
+    subject.engine.ok = False
+    await subject.settle()
+    assert (subject.node.state, subject.node.detail, subject.confirmed) == ("failed", "the server is away", [])
+    assert not subject.replica._settled()
+    subject.engine.ok = True
+    subject.engine.restart()
+    await subject.settle()
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_a_load_that_the_engine_did_not_survive_confirms_nothing(subject: Fixture) -> None:
+    plain = subject.engine.load_adapter
+
+    async def dies(name: str, directory: Path) -> None:
+        await plain(name, directory)
+        subject.engine.restart()
+        subject.engine.load_adapter = plain  # type: ignore[method-assign]
+
+    subject.engine.load_adapter = dies  # type: ignore[method-assign]
+    await subject.want(1)
+    assert subject.confirmed == []
+    await subject.settle()
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_an_engine_that_cannot_be_asked_is_asked_again_and_never_given_up(subject: Fixture) -> None:
+    subject.engine.problem = EngineError("no answer")
+    await subject.want(1)
+    for _ in range(5):
+        await subject.settle()
+    assert subject.refused == {ref(1).name: "no answer"}
+    subject.engine.problem = None
+    await subject.settle()
+    assert subject.refused == {}
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_a_following_replica_sees_the_engine_come_and_go_by_itself(subject: Fixture) -> None:
+    await subject.want(1)
+    subject.replica._state = "ready"
+    following = asyncio.create_task(subject.replica._follow(subject.heads))
+    subject.engine.ok = False
+    await subject.replica._put_node()
+    await until(lambda: subject.node.state == "failed")
+    subject.engine.restart()
+    subject.engine.ok = True
+    await until(lambda: subject.node.state == "ready" and subject.confirmed == [ref(1).name])
+    following.cancel()
+
+
+# ------------------------------------------------------------------------------------------------------------- proofs
+
+
+async def test_a_replica_that_computes_what_the_learner_computes_proves_it_before_it_confirms_anything(
+    subject: Fixture,
+) -> None:
+    await subject.want(1, probe=probe_ref())
+    name = probe_ref().adapter.name
+    assert subject.engine.prompts == [(adapter, prompt) for adapter in (None, name) for prompt in PROMPTS]
+    assert subject.engine.loaded == [ref(1).name], "the probe has left again"
+    assert (subject.confirmed, subject.refused) == ([ref(1).name], {})
+    assert subject.cached() == {ref(1).sha256}
+    await subject.settle()
+    assert len(subject.engine.prompts) == 4, "once is enough"
+    subject.engine.restart()
+    await subject.settle()
+    await subject.settle()
+    assert len(subject.engine.prompts) == 8, "an engine that was started anew proves it again"
+    await subject.replica._require_proof("run")
+
+
+@pytest.mark.parametrize(
+    ("computes", "said"),
+    [
+        (lambda adapter, prompt: answer(None, prompt), "serves the base model in an adapter's name"),
+        (lambda adapter, prompt: answer("probe", prompt), "its base model is not the learner's"),
+        (lambda adapter, prompt: answer(adapter, prompt) - (0.5 if adapter else 0), "rank or alpha that it misreads"),
+        (lambda adapter, prompt: answer(adapter, prompt) + (0.02 if len(prompt) == 3 else 0), "base model is not"),
+        (lambda adapter, prompt: float("nan"), "base model is not"),
+    ],
+)
+async def test_a_replica_that_computes_something_else_serves_nobody(subject: Fixture, computes: Any, said: str) -> None:
+    subject.engine.computes = computes
+    await subject.want(1, probe=probe_ref())
+    assert subject.confirmed == []
+    assert said in subject.refused[ref(1).name]
+    assert subject.node.state == "failed"
+    assert said in subject.node.detail
+    with pytest.raises(GenerationError, match="may not serve run run") as refused:
+        await subject.replica._require_proof("run")
+    assert refused.value.retryable, "another replica may"
+
+
+async def test_one_run_that_is_not_proven_keeps_no_other_from_being_served(subject: Fixture) -> None:
+    await subject.want(1, probe=probe_ref())
+    subject.replica._state = "ready"
+    subject.engine.computes = lambda adapter, prompt: 0.0
+    await subject.want(probe=probe_ref("other"), run="other")
+    assert (subject.node.state, subject.confirmed) == ("ready", [ref(1).name])
+    await subject.replica._require_proof("run")
+    with pytest.raises(GenerationError, match="run other"):
+        await subject.replica._require_proof("other")
+
+
+async def test_a_probe_that_is_not_there_yet_is_waited_for(subject: Fixture) -> None:
+    subject.store.problem = ObjectMissing("no such object")
+    await subject.want(1, probe=probe_ref())
+    assert (subject.confirmed, subject.refused, subject.node.detail) == ([], {}, "")
+    waiting = asyncio.create_task(subject.replica._require_proof("run"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    subject.store.problem = None
+    await subject.settle()
+    await waiting
+    assert subject.confirmed == [ref(1).name]
 
 
 @pytest.mark.servers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -100,6 +101,26 @@ async def test_a_learner_that_goes_on_completes_the_commit_of_one_that_died_in_i
 async def test_a_step_that_published_no_version_completes_no_record() -> None:
     subject, _ = session(adapter=ref(7))
     await subject.complete_commit(checkpoint(8, 7), BlobRef(key="state", size=1, sha256="0" * 64))
+
+
+async def test_a_write_that_was_made_though_its_caller_was_cancelled_does_not_fence_the_next() -> None:
+    subject, registry = session()
+    plain = registry.set_head
+
+    async def made_and_cancelled(new: Head, revision: int, *, patience: float) -> int:
+        await plain(new, revision, patience=patience)
+        raise asyncio.CancelledError
+
+    registry.set_head = made_and_cancelled  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await subject.activate(7)
+    registry.set_head = plain  # type: ignore[method-assign]
+    await subject.write(state="failed", detail="why")
+    assert (registry.now.state, registry.now.detail, registry.now.active) == ("failed", "why", 7)
+    registry.now = msgspec.structs.replace(registry.now, epoch=registry.now.epoch + 1)
+    registry.revision += 1
+    with pytest.raises(Fenced):
+        await subject.write(detail="no longer ours")
 
 
 async def test_a_session_whose_run_moved_on_is_fenced_and_says_by_whom() -> None:

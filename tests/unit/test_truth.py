@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from broker.messages import Floats
+from broker.runspec import AlgorithmSection
 from broker.trajectories import Episode, Row
-from learner.truth import choose, compare, spans, verdict
+from learner.truth import choose, compare, spans, tolerance_of, verdict
 
 
 def row(turns: list[tuple[int, int]]) -> Row:
@@ -52,10 +53,15 @@ def test_rounding_passes_and_a_long_tail_passes_in_bfloat16_only() -> None:
     recorded = np.full(100, -1.0, dtype=np.float32)
     assert verdict(compare([recorded], [recorded + 1e-4], [(1, "a")]), 1e-3, "float32") is None
     tail = recorded.copy()
-    tail[:5] += 5e-3
+    tail[:5] += 4e-3
     report = compare([recorded], [tail], [(1, "a")])
     assert verdict(report, 1e-3, "bfloat16") is None
     assert verdict(report, 1e-3, "float32") is not None
+
+
+def test_the_bound_follows_the_type_unless_the_configuration_names_one() -> None:
+    assert [tolerance_of(AlgorithmSection(), dtype) for dtype in ("float32", "bfloat16")] == [1e-3, 0.08]
+    assert tolerance_of(AlgorithmSection(truth_tolerance=0.5), "float32") == 0.5
 
 
 def test_a_logprob_that_is_no_number_fails() -> None:
