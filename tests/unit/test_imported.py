@@ -24,7 +24,7 @@ from broker.store import Store
 from broker.trajectories import Group
 from learner.imported import read_adapter
 from learner.model import Policy
-from tests.fleet import fleet_of
+from tests.whole_run import whole_run
 
 LORA = LoraSection(rank=4, alpha=8)
 
@@ -148,7 +148,7 @@ def test_what_is_no_adapter_directory_is_refused(
 async def test_a_run_that_begins_with_an_adapter_never_samples_from_the_base(
     saved: tuple[Path, torch.nn.Module], bus: Bus, registry: Registry, store: Store, tmp_path: Path, tiny_model: Path
 ) -> None:
-    async with fleet_of(bus, registry, store, tmp_path, tiny_model) as fleet:
+    async with whole_run(bus, registry, store, tmp_path, tiny_model) as fleet:
         fleet.sections["lora"] = {"rank": 4, "alpha": 8}
         learner = await fleet.start(EmbeddedEngine, adapter=saved[0])
         assert (await learner.run()).steps == 6

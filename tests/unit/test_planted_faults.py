@@ -21,8 +21,8 @@ from broker.errors import PolicyMismatch
 from broker.registry import Registry
 from broker.store import Store
 from broker.trajectories import Group
-from tests.fleet import Fleet, fleet_of
 from tests.waiting import until
+from tests.whole_run import WholeRun, whole_run
 
 pytestmark = pytest.mark.servers
 
@@ -88,12 +88,14 @@ def named(result: Generation, adapter: str | None) -> Generation:
 
 
 @pytest.fixture
-async def fleet(bus: Bus, registry: Registry, store: Store, tmp_path: Path, tiny_model: Path) -> AsyncIterator[Fleet]:
-    async with fleet_of(bus, registry, store, tmp_path, tiny_model) as fleet:
+async def fleet(
+    bus: Bus, registry: Registry, store: Store, tmp_path: Path, tiny_model: Path
+) -> AsyncIterator[WholeRun]:
+    async with whole_run(bus, registry, store, tmp_path, tiny_model) as fleet:
         yield fleet
 
 
-async def test_a_run_on_honest_engines_goes_to_its_end(fleet: Fleet) -> None:
+async def test_a_run_on_honest_engines_goes_to_its_end(fleet: WholeRun) -> None:
     learner = await fleet.start(HonestEngine, HonestEngine)
     assert (await learner.run()).steps == 6
 
@@ -107,7 +109,7 @@ async def test_a_run_on_honest_engines_goes_to_its_end(fleet: Fleet) -> None:
     ],
 )
 async def test_an_engine_that_does_not_apply_adapters_as_they_are_is_not_admitted(
-    fleet: Fleet, kind: type[EmbeddedEngine], said: str
+    fleet: WholeRun, kind: type[EmbeddedEngine], said: str
 ) -> None:
     learner = await fleet.start(kind)
     running = fleet.run(learner.run())
@@ -117,7 +119,7 @@ async def test_an_engine_that_does_not_apply_adapters_as_they_are_is_not_admitte
     assert not running.done()
 
 
-async def test_a_wrong_replica_beside_a_right_one_serves_nothing_and_the_run_goes_on(fleet: Fleet) -> None:
+async def test_a_wrong_replica_beside_a_right_one_serves_nothing_and_the_run_goes_on(fleet: WholeRun) -> None:
     learner = await fleet.start(BaseInItsName, HonestEngine)
     assert (await learner.run()).steps == 6
     wrong, right = (f"replica-{number}-{fleet.name}" for number in (0, 1))
@@ -134,7 +136,7 @@ async def test_a_wrong_replica_beside_a_right_one_serves_nothing_and_the_run_goe
 
 @pytest.mark.parametrize("kinds", [[Behind], [HonestEngine, Behind]])
 async def test_a_previous_version_served_stops_the_run_before_a_gradient_is_applied(
-    fleet: Fleet, kinds: Sequence[type[EmbeddedEngine]]
+    fleet: WholeRun, kinds: Sequence[type[EmbeddedEngine]]
 ) -> None:
     learner = await fleet.start(*kinds)
     applied: list[int] = []
