@@ -26,6 +26,9 @@ GAUGES = {
     "farflung.replica.waiting": "Requests waiting in the replica",
     "farflung.replica.tokens_per_second": "Sampled tokens per second",
     "farflung.router.waiting": "Requests without an eligible replica",
+    "farflung.router.inflight": "Requests placed and not ended",
+    "farflung.router.mirrored_blocks": "KV blocks that replicas are believed to hold",
+    "farflung.router.mirror_bytes": "Memory that the router's mirrors of them take",
 }
 """Every gauge's name and meaning."""
 

@@ -6,8 +6,8 @@
 - `several`: two and four routers of one fleet beside a single one.
 - `spill`: what the spill threshold is worth.
 - `fleet`: 512 replicas, 100,000 groups, a replica dying every 5,000 requests. Minutes.
-- `peers`: the same scenarios over HTTP through ../shared/router-bench, beside vllm-router and sglang-router from
-  /tmp/venv-router-vllm and /tmp/venv-router-sglang, with the harness's own needs in /tmp/venv-router-mock. An hour.
+- `peers`: the same scenarios over HTTP through a harness of mock replicas (its folder in FARFLUNG_ROUTER_BENCH), beside
+  vllm-router and sglang-router, each in an environment of its own (their folder in FARFLUNG_ROUTER_VENVS). An hour.
 - `saturation`: requests per second of one core through the stand-alone HTTP face, beside vllm-router's cache_aware.
 - `crash`: a replica killed and restarted under load, over HTTP.
 
@@ -35,7 +35,7 @@ from tests.benchmarks.measure import Row
 from tests.benchmarks.traces import BASE, SCENARIOS, asks, bound, stream
 
 ROOT = Path(__file__).parents[2]
-HARNESS = Path(os.environ.get("FARFLUNG_ROUTER_BENCH", ROOT.parent / "shared" / "router-bench"))
+HARNESS = Path(os.environ.get("FARFLUNG_ROUTER_BENCH", "router-bench"))
 VENVS = Path(os.environ.get("FARFLUNG_ROUTER_VENVS", "/tmp"))
 PLACEMENT_SECONDS = 40e-6
 """What a placement of 400 tokens may cost with 64 replicas and a million blocks."""
@@ -209,7 +209,7 @@ def _can_run(venvs: tuple[str, ...]) -> bool:
 def _harness(
     scenarios: list[str], routers: list[str], *, slowed: bool = False, show: bool = False
 ) -> list[dict[str, float]]:
-    """Run ../shared/router-bench and return its rows; peers that are not installed are left out by it."""
+    """Run the harness and return its rows; peers that are not installed are left out by it."""
     if not _can_run(("mock",)):
         sys.exit(f"expected the harness in {HARNESS} and its needs in {VENVS}/venv-router-mock; its README says which")
     out = VENVS / f"router-bench-{os.getpid()}.jsonl"

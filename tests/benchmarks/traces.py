@@ -1,4 +1,4 @@
-"""Synthetic GRPO traffic for router benchmarks: the scenarios of ../shared/router-bench, made anew for simulation.
+"""Synthetic GRPO traffic for router benchmarks: the scenarios of the HTTP harness, made anew for simulation.
 
 A trace is a list of asks in issue order. Whoever replays it keeps a number of them in flight and issues the next as
 soon as one has ended, so that "siblings arrive at slightly different times" is a bounded shuffle of that order.

@@ -25,7 +25,7 @@ MAY_IMPORT = {
 @pytest.mark.parametrize(
     "modules",
     [
-        "router.service", "broker.registry, broker.store, broker.trajectories, broker.chat", "observability.tracing",
+        "router.service", "router.upstreams, router.fleet", "broker.registry, broker.store, broker.trajectories, broker.chat", "observability.tracing",
         "deploy.cli", "deploy.supervisor", "deploy.queries", "actors.service, actors.replica", "learner.service",
     ],
 )  # fmt: skip
