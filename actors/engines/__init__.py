@@ -76,6 +76,7 @@ def create_vllm(
     from actors.engines.vllm.process import Attached, Home, Supervised, find_program
 
     needs = flags.Needs(rank=rank, slots=slots, context=context)
+    seeds = False
     flags.lora_rank(rank)
     if options.url:
         home: Home = Attached(options.url, key=options.key)
@@ -85,6 +86,7 @@ def create_vllm(
             raise ConfigError(reason)
         dtype = options.dtype if options.dtype != "auto" else "float32" if program.cpu else "bfloat16"
         config = json.loads((files.directory / "config.json").read_text())
+        seeds = not program.cpu
         space = flags.cache_bytes(config, options.cache_tokens, dtype)
         log.info("starting vLLM %s in %s: adapters up to rank %d, %d slots", program.version, dtype, rank, slots)
         home = Supervised(
@@ -101,4 +103,4 @@ def create_vllm(
             lambda key: flags.environment(key=key, cpu=program.cpu, threads=options.threads, cache_bytes=space),
             log_file,
         )
-    return VllmEngine(home, files, needs, scratch)
+    return VllmEngine(home, files, needs, scratch, seeds=seeds)

@@ -172,7 +172,7 @@ async def test_token_ids_go_in_and_come_out_with_their_logprobs(
     server: ScriptedEngine, start: Start, tmp_path: Path, scale_out: bool
 ) -> None:
     server.scale_out = scale_out
-    engine = await start()
+    engine = await start(seeds=True)
     await engine.load_adapter(NAME, adapter(tmp_path / "a"))
     result = await ask(engine, NAME, seed=7, stop_token_ids=(2,), temperature=0.7)
     assert result.token_ids.tolist() == sample(PROMPT.tolist(), server.contents[NAME], 4)
@@ -191,6 +191,11 @@ async def test_token_ids_go_in_and_come_out_with_their_logprobs(
     }
     assert {name: parameters[name] for name in expected} == expected
     assert (await engine.health()).generated_tokens == 4
+
+
+async def test_seeds_are_kept_from_a_server_that_may_compute_on_a_cpu(server: ScriptedEngine, start: Start) -> None:
+    await ask(await start(), seed=7)
+    assert "seed" not in server.calls[-1][1]["sampling_params"]
 
 
 async def test_blocks_of_the_prefix_cache_are_salted_with_what_was_loaded_and_not_with_the_name_alone(

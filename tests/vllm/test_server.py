@@ -82,7 +82,7 @@ def directories(versions: dict[str, bytes], tmp_path_factory: pytest.TempPathFac
 async def engine(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
     """Started and supervised here; quick to suspect a hang."""
     scratch = tmp_path_factory.mktemp("supervised")
-    engine = supervised(files, scratch / "s", quiet_seconds=2.0, hang_seconds=20.0)
+    engine = supervised(files, scratch / "s", seeds=True, quiet_seconds=2.0, hang_seconds=20.0)
     await engine.start()
     yield engine
     await engine.close()
