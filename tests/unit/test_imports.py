@@ -25,8 +25,15 @@ MAY_IMPORT = {
 @pytest.mark.parametrize(
     "modules",
     [
-        "router.service", "router.upstreams, router.fleet", "broker.registry, broker.store, broker.trajectories, broker.chat", "observability.tracing",
-        "deploy.cli", "deploy.supervisor", "deploy.queries", "actors.service, actors.replica", "learner.service",
+        "router.service",
+        "router.upstreams, router.fleet",
+        "broker.registry, broker.store, broker.trajectories, broker.chat",
+        "observability.tracing",
+        "deploy.cli",
+        "deploy.supervisor",
+        "deploy.queries",
+        "actors.service, actors.replica",
+        "learner.service",
     ],
 )  # fmt: skip
 def test_what_a_router_an_observer_and_the_command_line_import_loads_no_torch(modules: str) -> None:
