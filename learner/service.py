@@ -515,12 +515,14 @@ class Learner:
     async def _replace_flat(self) -> None:
         """Dynamic sampling: close groups that teach nothing, within the step's bound, so that others are issued."""
         bound = int(self.spec.algorithm.dynamic_sampling * self._rule.groups_per_step)
-        for held in self._buffer.take_flat(lambda group: teaches(group, self.spec), bound - len(self._replaced)):
-            self._replaced.append(held)
-            self._intake.close(held.id, "skipped", held.ready.lengths, held.ready.seconds.get("group"))
-            self._credit_changed.set()
-            await held.delivery.ack()
-            self._intake.let_go([held.id])
+        # Others arrive while these are acknowledged: look again, so that none is left when the step is taken.
+        while flat := self._buffer.take_flat(lambda group: teaches(group, self.spec), bound - len(self._replaced)):
+            for held in flat:
+                self._replaced.append(held)
+                self._intake.close(held.id, "skipped", held.ready.lengths, held.ready.seconds.get("group"))
+                self._credit_changed.set()
+                await held.delivery.ack()
+                self._intake.let_go([held.id])
 
     # -------------------------------------------------------------------------------------------------------- a step
 

@@ -73,7 +73,9 @@ def test_training_raises_the_reward_under_each_objective(home: Home, tiny_model:
     rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "flat": False} for n in range(20)]
     home.write("tasks.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     name = objective.replace("_", "-")
-    config = home.write_run(name, tiny_model, run={"steps": 16}, algorithm={"objective": objective})
+    # GSPO's own bounds are made for replies of thousands of tokens, whose mean ratio hardly moves.
+    bounds = {"clip_low": 0.2, "clip_high": 0.28} if objective == "gspo" else {}
+    config = home.write_run(name, tiny_model, run={"steps": 16}, algorithm={"objective": objective, **bounds})
     ended = home.farflung("up", config, "--json")
     assert ended.code == 0, ended.err
     assert ended.json["reward_last5"] > ended.json["reward_first5"] + 0.05
