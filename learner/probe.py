@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from broker import names
 from broker.errors import RunFailed
-from broker.messages import AdapterRef, ProbeRef, pack_floats, pack_ids
+from broker.messages import AdapterRef, BlobRef, ProbeRef, pack_floats, pack_ids
 from broker.probe import Probe
-from broker.store import Store
 from learner.truth import tolerance_of
 
 if TYPE_CHECKING:
     from broker.messages import Head
     from broker.runspec import RunSpec
     from learner.model import Policy
+
+Put = Callable[[str, bytes], Awaitable[BlobRef]]
 
 LENGTHS = (6, 11, 17, 24, 33, 64)
 """Tokens of the prompts: across the sizes in which engines keep their caches. Each begins with all of the one before,
@@ -66,11 +68,11 @@ def make_probe(policy: Policy, *, run: str, tolerance: float, seed: int) -> tupl
     )
 
 
-async def store_probe(store: Store, head: Head, adapter: bytes, probe: Probe) -> ProbeRef:
-    """Store a probe where the replicas find it. Raises StoreError."""
+async def store_probe(put: Put, head: Head, adapter: bytes, probe: Probe) -> ProbeRef:
+    """Store a probe where the replicas find it: `put` stores bytes under a prefix. Raises what that raises."""
     prefix = names.probe_prefix(head.run, head.incarnation)
-    weights = await store.put(f"{prefix}/adapter", adapter)
-    expected = await store.put(f"{prefix}/expected", probe.encode())
+    weights = await put(f"{prefix}/adapter", adapter)
+    expected = await put(f"{prefix}/expected", probe.encode())
     name = names.probe_name(head.run, weights.sha256)
     return ProbeRef(AdapterRef(0, name, weights.key, weights.size, weights.sha256), expected)
 

@@ -345,7 +345,7 @@ class Learner:
             return
         make = self._make_probe
         adapter, probe = await self._in_thread(lambda: make(self._policy, self.spec))
-        ref = await store_probe(self._store, self._session.head, adapter, probe)
+        ref = await store_probe(self._session.put, self._session.head, adapter, probe)
         if self._session.head.probe != ref:
             await self._session.write(probe=ref)
 
@@ -753,7 +753,8 @@ class Learner:
 
     def _node(self) -> Node:
         gauges: dict[str, float] = {"steps": float(self.spec.run.steps)}
-        detail, ready = self._detail, False
+        waits = self._session.trouble if hasattr(self, "_session") else ""
+        detail, ready = waits or self._detail, False
         if hasattr(self, "_activator"):
             head = self._session.head
             detail, ready = self._trouble(), True

@@ -143,14 +143,14 @@ class Session:
             self._claimed = self._head
 
     async def _remember(self, kind: Kind, head: Head) -> None:
-        await self._put(prefix_of(kind, head), head.encode())
+        await self.put(prefix_of(kind, head), head.encode())
 
     # ------------------------------------------------------------------------------------------------------ versions
 
     async def offer(self, version: int, step: int, weights: bytes, trace: Mapping[str, str]) -> AdapterRef:
         """Store the adapter of a version to come and show it to replicas, ahead of its commit."""
         prefix = names.adapter_prefix(self.run, self._head.incarnation, version)
-        blob = await self._put(prefix, weights)
+        blob = await self.put(prefix, weights)
         faults.reached("learner.adapter_uploaded")
         ref = AdapterRef(
             version=version,
@@ -173,10 +173,13 @@ class Session:
     async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
         """Store a part of a step's checkpoint."""
         prefix = names.checkpoint_prefix(self.run, self._head.incarnation, step)
-        return await self._put(f"{prefix}/{part}", data)
+        return await self.put(f"{prefix}/{part}", data)
 
-    async def _put(self, prefix: str, data: bytes) -> BlobRef:
-        """Store an object. A store that is away or full is waited for, and that is said; in the end StoreError."""
+    async def put(self, prefix: str, data: bytes) -> BlobRef:
+        """Store an object under `{prefix}.{sha256}`.
+
+        A store that is away or full is waited for, and that is said; in the end StoreError.
+        """
         deadline = now() + STORE_PATIENCE
         while True:
             try:
@@ -184,7 +187,7 @@ class Session:
             except StoreError as error:
                 if now() > deadline:
                     raise
-                self.trouble = f"the commit waits for the store: {error}"
+                self.trouble = f"the run waits for the store: {error}"
                 log.warning("%s", self.trouble)
                 await asyncio.sleep(2.0)
                 continue

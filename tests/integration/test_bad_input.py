@@ -229,6 +229,10 @@ def _may_mount() -> bool:
 MAY_MOUNT = _may_mount()
 
 
+STEPS = 12
+"""Long enough for the disk to fill up in between, short enough for what is stored to fit on it."""
+
+
 class Disk:
     """A folder whose disk can be filled. Who may not mount gets a file in the way of what is to be written."""
 
@@ -274,19 +278,24 @@ def test_groups_wait_while_the_store_is_full_and_the_run_goes_on_once_it_has_roo
         disk.fill()
         with pytest.raises(StoreError, match="does its disk have room"):
             asyncio.run(_put(server.launch.url))
-        config = home.write_run("full", tiny_model, run={"steps": 2})
+        config = home.write_run("full", tiny_model, run={"steps": STEPS})
         up = home.start("up", config, "--json", "--s3", server.launch.url)
-        up.until(lambda: "does its disk have room" in up.err, "the full disk is told on screen")
-        assert "groups wait for the store" in up.err
+        up.until(lambda: "the run waits for the store" in up.err, "a disk that is full at the start is told on screen")
+        assert "does its disk have room" in up.err
         assert read_steps(home.directory / "runs" / "full") == []
         disk.free()
+        up.until(lambda: made_step(home.directory / "runs" / "full", 1), "the run begins once there is room")
+        if MAY_MOUNT:
+            disk.fill()
+            up.until(lambda: "groups wait for the store" in up.err, "a disk that fills up in mid-run is told on screen")
+            disk.free()
         ended = up.wait()
     finally:
         server.stop()
         disk.close()
     assert ended.code == 0, ended.err
-    assert ended.json["steps"] == 2
-    assert ended.json["groups_trained"] + ended.json["groups_skipped"] == ended.json["groups_issued"] == 8
+    assert ended.json["steps"] == STEPS
+    assert ended.json["groups_trained"] + ended.json["groups_skipped"] == STEPS * 4, "every step had its groups"
 
 
 async def _put(url: str) -> None:
