@@ -25,7 +25,7 @@ from tests.command_line import Ended, Home, made_step, read_steps, to_toml
 
 pytestmark = pytest.mark.servers
 
-STEPS = 16
+STEPS = 24
 
 REWARD = '''
 def low_letters(completions, **columns):
