@@ -447,11 +447,13 @@ class Bus:
             log.error("a dead letter from %s was lost: %s", subject, error)
 
 
-def tasks_config(run: str, replicas: int = 1) -> StreamConfig:
-    """The stream of one run's tasks."""
+def tasks_config(run: str, epoch: int = 1, replicas: int = 1) -> StreamConfig:
+    """The stream of one run's tasks. It takes those of `epoch` only: a learner that was displaced can issue nothing,
+    not even what it had sent before it stood still. Tasks of earlier epochs that are in it stay.
+    """
     return StreamConfig(
         name=names.tasks_stream(run),
-        subjects=[f"tasks.{run}.*"],
+        subjects=[names.task_subject(run, "*", epoch)],
         retention=RetentionPolicy.WORK_QUEUE,
         discard=DiscardPolicy.NEW,
         discard_new_per_subject=True,

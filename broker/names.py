@@ -20,8 +20,9 @@ def groups_stream(run: str) -> str:
     return f"GROUPS_{run}"
 
 
-def task_subject(run: str, group: str) -> str:
-    return f"tasks.{run}.{group}"
+def task_subject(run: str, group: str, epoch: int = 1) -> str:
+    """Where the learner of an epoch publishes a group's task: the stream takes the newest epoch's only."""
+    return f"tasks.{run}.{epoch}.{group}"
 
 
 def group_subject(run: str, group: str) -> str:

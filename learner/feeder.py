@@ -90,7 +90,7 @@ class Feeder:
         )
         span = tracing.root("group", run=self._run, group=group, index=index)
         self.spans[group] = span
-        subject = names.task_subject(self._run, group)
+        subject = names.task_subject(self._run, group, self._epoch)
         while True:
             try:
                 # The epoch is part of the id: an id is remembered after its message is gone.

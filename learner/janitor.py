@@ -114,19 +114,19 @@ class Janitor:
             info = await self._bus.jetstream.consumer_info(stream, names.ACTORS_CONSUMER)
         except nats.js.errors.NotFoundError:
             return  # no actor has come yet
-        held = await self._bus.subjects_held(stream)
+        held = {subject.rsplit(".", 1)[-1]: subject for subject in await self._bus.subjects_held(stream)}
         answered = await self._bus.subjects_held(names.groups_stream(run))
         unanswered = [
             group
             for group in self._ledger.open_ids()
-            if names.task_subject(run, group) in held and names.group_subject(run, group) not in answered
+            if group in held and names.group_subject(run, group) not in answered
         ]
         # Tasks are delivered in the order they were issued: the last `num_pending` of them still wait.
         leased = unanswered[: max(0, len(unanswered) - int(info.num_pending or 0))]
         for group in self._leases.observe(leased, self._clock()):
-            message = await self._bus.jetstream.get_last_msg(stream, names.task_subject(run, group))
+            message = await self._bus.jetstream.get_last_msg(stream, held[group])
             reason = "nothing was heard of it since it was leased, for twice group_timeout"
-            await self._close(group, "expired", reason, message.data or b"", self._leases.limit)
+            await self._close(held[group], "expired", reason, message.data or b"", self._leases.limit)
 
     async def _on_given_up(self, message: Msg) -> None:
         """The broker delivers a task no more: every actor that had it died with it or gave it back."""
@@ -139,19 +139,19 @@ class Janitor:
             group = subject.rsplit(".", 1)[-1]
             if self._ledger.is_open(group):
                 reason = f"{MAX_DELIVERIES} actors had its task, and each died with it or gave it back"
-                await self._close(group, "failed", reason, task.data or b"")
+                await self._close(subject, "failed", reason, task.data or b"")
             else:
                 await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
 
     async def _close(
-        self, group: str, outcome: Outcome, reason: str, task: bytes, seconds: float | None = None
+        self, subject: str, outcome: Outcome, reason: str, task: bytes, seconds: float | None = None
     ) -> None:
-        """Close a group nobody answers, and dead-letter its task. A late answer finds it closed.
+        """Close the group whose task lies at `subject` and nobody answers; dead-letter the task.
 
-        `seconds`: how long it was out at least, if that is known.
+        A late answer finds it closed. `seconds`: how long it was out at least, if that is known.
         """
+        group = subject.rsplit(".", 1)[-1]
         log.warning("group %s is closed as %s: %s", group, outcome, reason)
-        subject = names.task_subject(self._session.run, group)
         self._unanswered(group, outcome, reason, seconds)
         await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)
         await self._bus.dead_letter(subject, task, reason)

@@ -265,7 +265,7 @@ class Learner:
             if claimed.created:
                 await self._forget_predecessor(run)
                 self._steps.begin()
-            await self._bus.ensure_stream(tasks_config(run))
+            await self._bus.ensure_stream(tasks_config(run, head.epoch))
             # Actors that have the consumer already do not look at its settings again.
             leases = actors_consumer(self.spec.fleet.lease_seconds)
             await (await self._bus.puller(names.tasks_stream(run), leases)).close()
