@@ -374,7 +374,9 @@ class Replica:
         slots = health.adapter_slots
         refs = wanted(heads.heads, heads.versions, self.fleet)
         probes = {probe.adapter.name: (head, probe) for head, probe in _probes(heads, self.fleet)}
-        self._wanted = refs[:slots]
+        # A probe needs a slot for a moment: what is needed least makes room, and comes back.
+        to_prove = any(name not in self._proofs for name in probes)
+        self._wanted = refs[: slots - 1] if to_prove else refs[:slots]
         names_wanted = {ref.name for ref in self._wanted}
         for name in [name for name in self._loaded if name not in names_wanted]:
             ref = self._loaded.pop(name)
@@ -396,6 +398,8 @@ class Replica:
                 await self._put_node()
                 if self._registry_changed.is_set():
                     return
+        if all(name in self._proofs for name in probes):
+            self._wanted = refs[:slots]
         unproven = self._unproven(heads)
         for ref in self._wanted:
             if _run_of(ref) in unproven:
