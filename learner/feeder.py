@@ -38,6 +38,8 @@ class Feeder:
         self._epoch = head.epoch
         self._again = 0
         self.spans: dict[str, Span] = {}
+        self.publishing: set[str] = set()
+        """Groups whose tasks the broker has not confirmed yet."""
         self.trouble = ""
         """Why a task cannot be issued now, for people."""
 
@@ -91,6 +93,7 @@ class Feeder:
         span = tracing.root("group", run=self._run, group=group, index=index)
         self.spans[group] = span
         subject = names.task_subject(self._run, group, self._epoch)
+        self.publishing.add(group)
         while True:
             try:
                 # The epoch is part of the id: an id is remembered after its message is gone.
@@ -103,6 +106,7 @@ class Feeder:
                 await asyncio.sleep(1.0)
                 continue
             self.trouble = ""
+            self.publishing.discard(group)
             return
 
     def end(self, group: str, outcome: str) -> None:

@@ -88,6 +88,10 @@ class Intake:
             for delivery in list(self._holding.values()):
                 await delivery.in_progress()
 
+    def holds(self, group: str) -> bool:
+        """Whether a group is in hand."""
+        return group in self._holding
+
     def let_go(self, groups: Iterable[str]) -> None:
         """These groups are closed and acknowledged."""
         for group in groups:

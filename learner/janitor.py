@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 import nats.errors
 import nats.js.errors
@@ -71,6 +71,8 @@ class Janitor:
         *,
         on_unanswered: Callable[[str, Outcome, str, float | None], None],
         weights_of: Callable[[int], bytes | None],
+        issue_again: Callable[[str, int], Awaitable[None]],
+        in_hand: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -80,6 +82,9 @@ class Janitor:
         self._spec = spec
         self._unanswered = on_unanswered
         self._weights_of = weights_of
+        self._issue_again = issue_again
+        self._in_hand = in_hand
+        self._missing: set[str] = set()
         self._clock = clock
         self._leases = Leases(OVERDUE_FACTOR * spec.environment.group_timeout)
         self._swept = self._inspected = clock()
@@ -99,6 +104,7 @@ class Janitor:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed, ConsumerGone):
                 await self._expire_overdue()
+                await self._issue_lost()
             if self._clock() - self._inspected > INSPECT_SECONDS:
                 self._inspected = self._clock()
                 await self._put_back()
@@ -127,6 +133,27 @@ class Janitor:
             message = await self._bus.jetstream.get_last_msg(stream, held[group])
             reason = "nothing was heard of it since it was leased, for twice group_timeout"
             await self._close(held[group], "expired", reason, message.data or b"", self._leases.limit)
+
+    async def _issue_lost(self) -> None:
+        """Issue again what is open and nowhere, twice in a row.
+
+        A learner that was displaced may have taken an answer off its stream and died with it; the actor that repeats
+        the answer is told that it was stored, and lets go of the task. So the ledger is held against the broker as
+        long as the run goes on, tasks first: an answer is stored before its task is let go of.
+        """
+        run, open_ids = self._session.run, self._ledger.open_ids()
+        held = await self._bus.subjects_held(names.tasks_stream(run))
+        held |= await self._bus.subjects_held(names.groups_stream(run))
+        there = {subject.rsplit(".", 1)[-1] for subject in held}
+        missing = {
+            group
+            for group in open_ids
+            if group not in there and self._ledger.is_open(group) and not self._in_hand(group)
+        }
+        for group in sorted(missing & self._missing):
+            log.warning("group %s is open and nowhere on the broker: it is issued again", group)
+            await self._issue_again(group, open_ids[group])
+        self._missing = missing - self._missing
 
     async def _on_given_up(self, message: Msg) -> None:
         """The broker delivers a task no more: every actor that had it died with it or gave it back."""

@@ -313,6 +313,8 @@ class Learner:
             self.spec,
             on_unanswered=self._on_unanswered,
             weights_of=self._verifier.weights_of,
+            issue_again=lambda group, index: self._feeder.issue_again(group, index, self._session.head.active),
+            in_hand=lambda group: self._intake.holds(group) or group in self._feeder.publishing,
             clock=self._clock,
         )
         self._began = self._clock()

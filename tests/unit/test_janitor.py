@@ -44,7 +44,20 @@ def janitor(store: StubStore, live: list[AdapterRef], kept: dict[int, bytes]) ->
     session: Any = SimpleNamespace(head=head(head=2, active=2, live=live))
     subject: Any = store
     bus: Any = None
-    return Janitor(bus, subject, session, Ledger(), SPEC, on_unanswered=lambda *_: None, weights_of=kept.get)
+    return _janitor(bus, subject, session, Ledger(), kept)
+
+
+def _janitor(bus: Any, store: Any, session: Any, ledger: Ledger, kept: dict[int, bytes] | None = None) -> Janitor:
+    """A janitor whose re-issues go to `bus.again`, and that has nothing in hand but `bus.in_hand`."""
+
+    async def again(group: str, index: int) -> None:
+        bus.again.append((group, index))
+
+    return Janitor(
+        bus, store, session, ledger, SPEC,
+        on_unanswered=lambda *_: None, weights_of=(kept or {}).get, issue_again=again,
+        in_hand=lambda group: group in bus.in_hand,
+    )  # fmt: skip
 
 
 async def test_an_adapter_that_the_store_lost_is_stored_again_under_its_key() -> None:
@@ -93,3 +106,30 @@ async def test_the_steps_between_two_kept_versions_keep_their_checkpoints() -> N
     subject._session.head = head(head=5, active=5, step=20, live=[])  # type: ignore[misc]
     await subject._sweep()
     assert [int(key.split("/")[4]) for key in store.keys] == list(range(13, 21))
+
+
+class ListingBus:
+    """Streams that hold what they are told to."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[str]] = {}
+        self.again: list[tuple[str, int]] = []
+        self.in_hand: set[str] = set()
+
+    async def subjects_held(self, stream: str) -> set[str]:
+        return self.held.get(stream, set())
+
+
+async def test_what_is_open_and_nowhere_is_issued_again_and_what_is_somewhere_is_not() -> None:
+    bus, ledger = ListingBus(), Ledger()
+    for group in ("queued", "answered", "held", "lost"):
+        ledger.issue(group)
+    bus.held = {names.tasks_stream("r"): {"tasks.r.2.queued"}, names.groups_stream("r"): {"groups.r.answered"}}
+    bus.in_hand = {"held"}
+    subject = _janitor(bus, None, SimpleNamespace(run="r"), ledger)
+    await subject._issue_lost()
+    assert bus.again == [], "a task may be on its way"
+    await subject._issue_lost()
+    assert bus.again == [("lost", 3)]
+    await subject._issue_lost()
+    assert bus.again == [("lost", 3)], "and is given time to get there"
