@@ -177,7 +177,8 @@ class Scene:
             self._assert_balanced(commit, trained)
         assert not commits[-1].ledger["open"], "the last step leaves nothing open"
         records = [(record.adapter.blob, record.state, record.step) for record in await self.versions()]
-        assert records == [(commit.weights, "committed", commit.step) for commit in commits]
+        expected = [(commit.weights, "committed", commit.step) for commit in commits]
+        assert records == expected, f"{records} != {expected}"
         replayed = await replay(self.store, head, resolve(str(self.model)))
         assert [step.difference for step in replayed] == [""] * self.steps
         return commits

@@ -64,7 +64,11 @@ async def test_a_learner_whose_presence_is_over_is_succeeded_without_being_asked
     assert await refused.wait() == 5
     assert "--take-over" in refused.said
     await gone(scene, hung)
-    assert await scene.learner().wait() == 0
+    # A watch that begins just then may still be shown the record: whoever is refused comes again, as a person would.
+    codes = [await scene.learner().wait()]
+    while codes[-1] == 5 and len(codes) < 5:
+        codes.append(await scene.learner().wait())
+    assert codes[-1] == 0, codes
     before = await scene.record()
     hung.proceed()
     assert await hung.wait() == Fenced.exit_code
