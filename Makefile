@@ -22,7 +22,7 @@ help:
 	@echo "make demo   train SmolLM2-135M on two-digit addition, on this machine (minutes)"
 	@echo "make test   lint, types, unit tests, integration tests with real servers, components killed at every point"
 	@echo "make test-vllm  the tests that run a real vLLM server, on the CPU (minutes)"
-	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour or so)"
+	@echo "make sim    the protocol under 100,000 random fault schedules, on virtual time (an hour and a half on two cores)"
 	@echo "make bench  ratios against raw libraries, side by side"
 	@echo "make bench-trl  the demo beside TRL's asynchronous trainer, and the machine's ceiling (an hour on two cores)"
 	@echo "make trl-reference  compare advantages and objectives with TRL's own code, in an environment of its own"
