@@ -32,7 +32,6 @@ class Network(Protocol):
     def latency(self) -> float: ...
     def loses(self) -> bool: ...
     def before_effect(self, process: Process) -> None: ...
-    def after_effect(self, process: Process) -> None: ...
 
 
 class Connection:
@@ -99,7 +98,6 @@ class Connection:
                 answer, value = future.set_result, operation()
             except nats.errors.Error as error:
                 answer, value = future.set_exception, error  # type: ignore[assignment]
-            self._network.after_effect(self.process)
             if not self._network.loses():
                 self.hand(lambda: future.done() or answer(value))
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
 import nats.js.errors as jetstream_errors
 from nats.js.api import ConsumerConfig, RetentionPolicy, StreamConfig
@@ -371,6 +371,3 @@ def _refused(code: int, number: int, description: str) -> jetstream_errors.APIEr
 
 def _absent(number: int, description: str) -> jetstream_errors.NotFoundError:
     return jetstream_errors.NotFoundError(code=404, err_code=number, description=description)
-
-
-Json = dict[str, Any]

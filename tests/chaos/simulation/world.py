@@ -153,14 +153,11 @@ class World:
         count = self._calls[component] = self._calls.get(component, 0) + 1
         number = self._deadly_calls.get((component, count))
         if number is not None:
-            self._spend(number)
+            self._spent.add(number)
             if count % 2:
                 self._kill(component, f"before its call {count} was sent")
                 raise ProcessDied
             self.loop.in_world(0.0, self._kill, component, f"while its call {count} was under way")
-
-    def after_effect(self, process: Process) -> None:
-        return
 
     def _executor_seconds(self, executor: object) -> float:
         training = getattr(executor, "_thread_name_prefix", "") == "train"
@@ -292,9 +289,6 @@ class World:
 
     # -------------------------------------------------------------------------------------------------------- faults
 
-    def _spend(self, number: int) -> None:
-        self._spent.add(number)
-
     def _on_point(self, point: str) -> None:
         """The product passes a named point; a fault may be due there."""
         process = PROCESS.get()
@@ -306,7 +300,7 @@ class World:
         for number, fault in enumerate(self.schedule.faults):
             if fault.point != point or fault.target != process.kind or fault.count != passed or number in self._spent:
                 continue
-            self._spend(number)
+            self._spent.add(number)
             self._last_fault = max(self._last_fault, self.loop.time() + fault.seconds)
             if fault.kind == "kill at a point":
                 self._kill(process.kind, f"at {point}")
