@@ -115,13 +115,15 @@ def span(
     parent: Headers | None = None,
     links: Sequence[Headers] = (),
     kind: SpanKind = SpanKind.INTERNAL,
+    start_ns: int | None = None,
     **attributes: AttributeValue,
 ) -> Iterator[Span]:
     """A span around the block: child of `parent`'s headers if given, else of the current span.
 
-    An exception that leaves the block is recorded on it.
+    With `start_ns` (since the Unix epoch) it began earlier than the block. An exception that leaves the block is
+    recorded on it.
     """
-    current = _tracer.start_span(name, _parent(parent), kind, _named(attributes), _links(links))
+    current = _tracer.start_span(name, _parent(parent), kind, _named(attributes), _links(links), start_ns)
     token = attach(trace.set_span_in_context(current))
     try:
         yield current

@@ -101,6 +101,8 @@ class _Waiting:
     reply: str
     headers: Mapping[str, str]
     since: float
+    arrived_ns: int
+    """The same moment, as traces count time."""
 
 
 @dataclass
@@ -415,33 +417,42 @@ class RouterService:
                 return replica
         return None
 
-    async def _place(self, request: GenerateRequest, reply: str, headers: Mapping[str, str]) -> None:
+    async def _place(
+        self, request: GenerateRequest, reply: str, headers: Mapping[str, str], arrived_ns: int | None = None
+    ) -> None:
         """Forward to the best replica; let the request wait when none may serve it or the bus does not take it.
 
-        Does nothing when a replica has it already: that one answers, since an asker's address stays the same.
+        Does nothing when a replica has it already: that one answers, since an asker's address stays the same. The span
+        of what has waited begins when it `arrived_ns`.
         """
         if holder := self._holder(request.id):
             log.info("request %s is with %s already", request.id, holder)
             return
-        with tracing.span("route", parent=headers, request=request.id, group=request.group) as span:
-            placed = self.placer.place(
-                Request(
-                    id=request.id,
-                    prompt=unpack_ids(request.prompt).astype(np.int32, copy=False),
-                    most=request.max_new_tokens,
-                    adapter=request.adapter,
-                    group=request.group,
-                    siblings=request.siblings if request.group else None,
-                    run=request.run,
-                ),
-                self._clock(),
-            )
-            if placed is None:
-                span.set_attribute("farflung.outcome", "waiting")
-                await self._wait(request, reply, headers)
-                return
-            span.set_attribute("farflung.outcome", placed.kind)
-            span.set_attribute("farflung.replica", placed.replica)
+        arrived_ns = arrived_ns or time.time_ns()
+        placed = self.placer.place(
+            Request(
+                id=request.id,
+                prompt=unpack_ids(request.prompt).astype(np.int32, copy=False),
+                most=request.max_new_tokens,
+                adapter=request.adapter,
+                group=request.group,
+                siblings=request.siblings if request.group else None,
+                run=request.run,
+            ),
+            self._clock(),
+        )
+        if placed is None:
+            await self._wait(request, reply, headers, arrived_ns)
+            return
+        with tracing.span(
+            "route",
+            parent=headers,
+            start_ns=arrived_ns,
+            request=request.id,
+            group=request.group,
+            outcome=placed.kind,
+            replica=placed.replica,
+        ) as span:
             forwarded = _Forwarded(request, reply, headers, self._clock())
             self._forwarded[request.id] = forwarded
             try:
@@ -453,19 +464,19 @@ class RouterService:
                 )
             except nats.errors.Error as error:
                 log.warning("request %s not sent to %s, it waits: %s", request.id, placed.replica, error)
-                span.set_attribute("farflung.outcome", "waiting")
+                span.set_attribute("farflung.outcome", "not sent")
                 if self._forwarded.get(request.id) is forwarded:
                     del self._forwarded[request.id]
                     self.placer.complete(request.id)
-                    await self._wait(request, reply, headers)
+                    await self._wait(request, reply, headers, time.time_ns())
                 return
             metrics.count("farflung.router.placements", 1, kind=placed.kind)
 
-    async def _wait(self, request: GenerateRequest, reply: str, headers: Mapping[str, str]) -> None:
+    async def _wait(self, request: GenerateRequest, reply: str, headers: Mapping[str, str], arrived_ns: int) -> None:
         if len(self._waiting) >= self._max_waiting:
             await self._refuse(request, reply, f"{self._max_waiting} requests wait already")
             return
-        self._waiting[request.id] = _Waiting(request, reply, headers, self._clock())
+        self._waiting[request.id] = _Waiting(request, reply, headers, self._clock(), arrived_ns)
 
     async def _retry_waiting(self) -> None:
         now = self._clock()
@@ -476,7 +487,7 @@ class RouterService:
                 del self._waiting[id]
             elif self.placer.can_serve(waiting.message.adapter):
                 del self._waiting[id]
-                await self._place(waiting.message, waiting.reply, waiting.headers)
+                await self._place(waiting.message, waiting.reply, waiting.headers, waiting.arrived_ns)
             elif now - waiting.since > self._wait_seconds:
                 del self._waiting[id]
                 wanted = waiting.message.adapter or "the base model"

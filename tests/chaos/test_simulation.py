@@ -18,9 +18,9 @@ PLANTED = {
     "a step's groups are acknowledged before its commit": (
         """
         real = Learner._commit
-        async def early(self, batch, figures, stats):
+        async def early(self, batch, *rest):
             await asyncio.gather(*(held.delivery.ack() for held in batch))
-            return await real(self, batch, figures, stats)
+            return await real(self, batch, *rest)
         Learner._commit = early
         """,
         "which it has not closed",
@@ -63,7 +63,7 @@ PLANTED = {
     ),
     "credit counts what is committed and not what is open": (
         """
-        CreditRule.credit = lambda self, *, head, active, open_groups: 10**6
+        CreditRule.credit = lambda self, **_: 10**6
         """,
         "the window is",
     ),
@@ -86,6 +86,16 @@ PLANTED = {
         """,
         "never confirmed",
     ),
+    "a watch believes that it has everything when it is told so": (
+        """
+        real = Bucket.state
+        async def nothing_there(self):
+            return (await real(self))._replace(entries=0)
+        Bucket.state = nothing_there
+        client.EARLY_MARK = 0.5
+        """,
+        "stands still",
+    ),
 }
 """What is broken, the code that breaks it, and what the referee then says ("": whatever it says)."""
 
@@ -101,6 +111,7 @@ from learner.intake import Intake
 from learner.ledger import Ledger
 from learner.service import Learner
 from router.placement import Placer
+from tests.chaos.simulation import client
 from tests.chaos.simulation.models import PlayedPolicy
 from tests.chaos.simulation.schedule import schedule_of
 from tests.chaos.simulation.world import World, quiet

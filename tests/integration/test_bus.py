@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from broker.bus import (
 )
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
 from broker.messages import Control, DeadLetter, Head, Node, Task, decode
-from broker.registry import Heads, Registry, Roster
+from broker.registry import Bucket, Heads, Registry, Roster
 from deploy.servers import Server, free_port, nats_launch
 from tests.waiting import until
 
@@ -156,6 +157,29 @@ async def test_watches_follow_changes_and_deletions(registry: Registry) -> None:
     await until(lambda: "watched" not in heads.heads)
     await heads.close()
     await roster.close()
+
+
+async def test_a_watch_told_too_early_that_it_has_everything_still_tells_what_is_there(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server's word that nothing is pending does when it overtakes the entries it has just sent."""
+    for name in ("one", "two", "three"):
+        await registry.set_head(head(f"early-{name}"), 0)
+    real = Bucket.watch
+
+    async def early(bucket: Bucket) -> Any:
+        watcher = await real(bucket)
+        await until(lambda: watcher._init_done)
+        there = watcher._updates._queue  # type: ignore[attr-defined]
+        assert there.pop() is None
+        there.appendleft(None)
+        return watcher
+
+    monkeypatch.setattr(Bucket, "watch", early)
+    heads = Heads(registry)
+    await asyncio.wait_for(heads.ready.wait(), 10)
+    assert heads.heads.keys() >= {"early-one", "early-two", "early-three"}
+    await heads.close()
 
 
 async def test_a_watch_hears_again_after_the_broker_was_killed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import nats.errors
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from broker import names
 from broker.blocks import chain
@@ -24,6 +28,7 @@ from broker.messages import (
     RouterBeat,
     pack_ids,
 )
+from observability import tracing
 from router.service import PROBE_SECONDS, ROUTER_SILENT_SECONDS, SILENT_SECONDS, WAIT_SECONDS, RouterService
 from tests.waiting import until
 
@@ -164,6 +169,24 @@ async def test_a_waiting_request_that_a_replica_has_or_had_is_not_placed() -> No
     await subject.router._retry_waiting()
     assert subject.placed() == [("a", "failed")]
     assert not subject.router._waiting
+
+
+async def test_a_request_that_waited_has_one_span_as_long_as_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
+    subject = Fixture()
+    before = time.time_ns()
+    await subject.ask("r")
+    asked = time.time_ns()
+    subject.present = ["a"]
+    subject.take_in()
+    await subject.router._retry_waiting()
+    [span] = exporter.get_finished_spans()
+    assert span.start_time is not None
+    assert before <= span.start_time <= asked
+    assert span.attributes is not None
+    assert (span.name, span.attributes["farflung.replica"]) == ("route", "a")
 
 
 async def test_a_replica_that_was_silent_may_answer_what_was_placed_elsewhere_meanwhile() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from operator import itemgetter
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,9 @@ from tests.chaos.simulation.loop import Process, VirtualLoop
 from tests.chaos.simulation.server import Bucket, Pull, Server, Stored, Subscription
 
 T = TypeVar("T")
+
+EARLY_MARK = 0.05
+"""The chance that a watch is told that it has all there is before it has any of it."""
 
 
 class Network(Protocol):
@@ -42,7 +46,7 @@ class Connection:
         self.server = server
         self._network = network
         self.process = process
-        self._random = random
+        self.random = random
         self._sent = 0.0
         self._received = 0.0
         self.closed = False
@@ -427,7 +431,8 @@ class KeyValue:
     async def status(self) -> Any:
         def look() -> Any:
             bucket = self._there()
-            state = SimpleNamespace(last_seq=bucket.last_sequence)
+            there = sum(bucket.at(key, self._now()) is not None for key in bucket.entries)
+            state = SimpleNamespace(last_seq=bucket.last_sequence, messages=there)
             return SimpleNamespace(stream_info=SimpleNamespace(created=bucket.created, state=state))
 
         return await self._ask(look)
@@ -437,11 +442,14 @@ class KeyValue:
 
         def begin() -> None:
             bucket, now = self._there(), self._now()
-            for key in list(bucket.entries):
-                entry = bucket.at(key, now)
-                if entry is not None:
-                    watcher.tell(key, entry[0], entry[1])
-            watcher.put(None)
+            there = [(key, *entry) for key in bucket.entries if (entry := bucket.at(key, now)) is not None]
+            early = self._connection.random.random() < EARLY_MARK
+            if early:
+                watcher.put(None)
+            for number, (key, value, revision) in enumerate(sorted(there, key=itemgetter(2)), 1):
+                watcher.tell(key, value, revision, len(there) - number)
+            if not early:
+                watcher.put(None)
             bucket.watchers.append(watcher.tell)
             watcher.leave = lambda: watcher.tell in bucket.watchers and bucket.watchers.remove(watcher.tell)
             self._connection.process.on_death.append(watcher.leave)
@@ -477,10 +485,11 @@ class Watcher:
         self._waiting: asyncio.Future[None] | None = None
         self.leave: Callable[[], object] = lambda: None
 
-    def tell(self, key: str, value: bytes | None, revision: int) -> None:
+    def tell(self, key: str, value: bytes | None, revision: int, delta: int = 0) -> None:
+        """`delta`: how many entries are still to come of those that were there when it began."""
         if self._connection.epoch == self._epoch:
             operation = "DEL" if value is None else None
-            self.put(SimpleNamespace(key=key, value=value, revision=revision, operation=operation))
+            self.put(SimpleNamespace(key=key, value=value, revision=revision, delta=delta, operation=operation))
 
     def put(self, entry: Any) -> None:
         self._connection.hand(self._arrived, entry)
