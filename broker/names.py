@@ -29,6 +29,11 @@ def group_subject(run: str, group: str) -> str:
     return f"groups.{run}.{group}"
 
 
+def group_at(subject: str) -> str:
+    """The group that a task's or an answer's subject names."""
+    return subject.rsplit(".", 1)[-1]
+
+
 def dead_subject(component: str) -> str:
     return f"dead.{component}"
 

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from broker import names
 from broker.bus import HOLD_HEARTBEAT, Bus, Delivery, Puller
 from broker.ending import end
 from broker.errors import MalformedMessage, ObjectCorrupt, ObjectMissing
@@ -109,7 +110,7 @@ class Intake:
             message = decode_one_of(delivery.data, GroupReady, GroupFailed)
         except MalformedMessage as error:
             await self._bus.dead_letter(delivery.subject, delivery.data, str(error))
-            group = delivery.subject.rsplit(".", 1)[-1]
+            group = names.group_at(delivery.subject)
             if self._ledger.is_open(group) and group not in self._holding:
                 self.note_failure("task", f"its answer cannot be read: {error}")
                 self.close(group, "failed", [])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import nats.errors
 import nats.js.errors
@@ -103,8 +103,7 @@ class Janitor:
             if why is not None:
                 raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed, ConsumerGone):
-                await self._expire_overdue()
-                await self._issue_lost()
+                await self._compare()
             if self._clock() - self._inspected > INSPECT_SECONDS:
                 self._inspected = self._clock()
                 await self._put_back()
@@ -112,39 +111,38 @@ class Janitor:
                 self._swept = self._clock()
                 await self._sweep()
 
-    async def _expire_overdue(self) -> None:
-        """Close groups that were leased long ago and of which nothing was heard, and dead-letter their tasks."""
-        run = self._session.run
-        stream = names.tasks_stream(run)
+    async def _compare(self) -> None:
+        """Hold the ledger against what lies on the broker, tasks first: an answer is stored before its task goes."""
+        run, open_ids = self._session.run, self._ledger.open_ids()
+        tasks = {names.group_at(subject): subject for subject in await self._bus.subjects_held(names.tasks_stream(run))}
+        answers = {names.group_at(subject) for subject in await self._bus.subjects_held(names.groups_stream(run))}
+        await self._issue_lost(open_ids, tasks.keys() | answers)
+        await self._expire_overdue(tasks, answers)
+
+    async def _expire_overdue(self, tasks: Mapping[str, str], answers: Collection[str]) -> None:
+        """Close groups that were leased long ago and of which nothing was heard, and dead-letter their tasks.
+
+        `tasks`: the subject of each group's task.
+        """
+        stream = names.tasks_stream(self._session.run)
         try:
             info = await self._bus.jetstream.consumer_info(stream, names.ACTORS_CONSUMER)
         except nats.js.errors.NotFoundError:
             return  # no actor has come yet
-        held = {subject.rsplit(".", 1)[-1]: subject for subject in await self._bus.subjects_held(stream)}
-        answered = await self._bus.subjects_held(names.groups_stream(run))
-        unanswered = [
-            group
-            for group in self._ledger.open_ids()
-            if group in held and names.group_subject(run, group) not in answered
-        ]
+        unanswered = [group for group in self._ledger.open_ids() if group in tasks and group not in answers]
         # Tasks are delivered in the order they were issued: the last `num_pending` of them still wait.
         leased = unanswered[: max(0, len(unanswered) - int(info.num_pending or 0))]
         for group in self._leases.observe(leased, self._clock()):
-            message = await self._bus.jetstream.get_last_msg(stream, held[group])
+            message = await self._bus.jetstream.get_last_msg(stream, tasks[group])
             reason = "nothing was heard of it since it was leased, for twice group_timeout"
-            await self._close(held[group], "expired", reason, message.data or b"", self._leases.limit)
+            await self._close(tasks[group], "expired", reason, message.data or b"", self._leases.limit)
 
-    async def _issue_lost(self) -> None:
-        """Issue again what is open and nowhere, twice in a row.
+    async def _issue_lost(self, open_ids: Mapping[str, int], there: Collection[str]) -> None:
+        """Issue again what was open before the broker was asked, and is nowhere, twice in a row.
 
         A learner that was displaced may have taken an answer off its stream and died with it; the actor that repeats
-        the answer is told that it was stored, and lets go of the task. So the ledger is held against the broker as
-        long as the run goes on, tasks first: an answer is stored before its task is let go of.
+        the answer is told that it was stored, and lets go of the task. So this is asked as long as the run goes on.
         """
-        run, open_ids = self._session.run, self._ledger.open_ids()
-        held = await self._bus.subjects_held(names.tasks_stream(run))
-        held |= await self._bus.subjects_held(names.groups_stream(run))
-        there = {subject.rsplit(".", 1)[-1] for subject in held}
         missing = {
             group
             for group in open_ids
@@ -163,7 +161,7 @@ class Janitor:
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             task = await self._bus.jetstream.get_msg(names.tasks_stream(self._session.run), sequence)
             subject = task.subject or ""
-            group = subject.rsplit(".", 1)[-1]
+            group = names.group_at(subject)
             if self._ledger.is_open(group):
                 reason = f"{MAX_DELIVERIES} actors had its task, and each died with it or gave it back"
                 await self._close(subject, "failed", reason, task.data or b"")
@@ -177,7 +175,7 @@ class Janitor:
 
         A late answer finds it closed. `seconds`: how long it was out at least, if that is known.
         """
-        group = subject.rsplit(".", 1)[-1]
+        group = names.group_at(subject)
         log.warning("group %s is closed as %s: %s", group, outcome, reason)
         self._unanswered(group, outcome, reason, seconds)
         await self._bus.jetstream.purge_stream(names.tasks_stream(self._session.run), subject=subject)

@@ -385,7 +385,7 @@ class Learner:
         """Bring ledger and broker together: what the broker holds is open, and what is open the broker holds."""
         held = await self._bus.subjects_held(names.tasks_stream(run))
         held |= await self._bus.subjects_held(names.groups_stream(run))
-        again = await self._feeder.adopt({subject.rsplit(".", 1)[-1] for subject in held}, self._session.head.active)
+        again = await self._feeder.adopt(set(map(names.group_at, held)), self._session.head.active)
         if again:
             log.warning("run %s: %d open groups were nowhere on the broker and are issued again", run, again)
 

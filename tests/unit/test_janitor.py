@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from nats.js.errors import NotFoundError
 
 from broker import names
 from broker.errors import StoreError
@@ -115,6 +116,10 @@ class ListingBus:
         self.held: dict[str, set[str]] = {}
         self.again: list[tuple[str, int]] = []
         self.in_hand: set[str] = set()
+        self.jetstream = self
+
+    async def consumer_info(self, stream: str, consumer: str) -> object:
+        raise NotFoundError
 
     async def subjects_held(self, stream: str) -> set[str]:
         return self.held.get(stream, set())
@@ -127,9 +132,9 @@ async def test_what_is_open_and_nowhere_is_issued_again_and_what_is_somewhere_is
     bus.held = {names.tasks_stream("r"): {"tasks.r.2.queued"}, names.groups_stream("r"): {"groups.r.answered"}}
     bus.in_hand = {"held"}
     subject = _janitor(bus, None, SimpleNamespace(run="r"), ledger)
-    await subject._issue_lost()
+    await subject._compare()
     assert bus.again == [], "a task may be on its way"
-    await subject._issue_lost()
+    await subject._compare()
     assert bus.again == [("lost", 3)]
-    await subject._issue_lost()
+    await subject._compare()
     assert bus.again == [("lost", 3)], "and is given time to get there"
