@@ -378,13 +378,15 @@ class Bus:
         with contextlib.suppress(nats.js.errors.NotFoundError):
             await self.answered(f"to delete {name}", lambda: self.jetstream.delete_stream(name))
 
-    async def subjects_held(self, stream: str) -> set[str]:
-        """The subjects of every message the stream holds, delivered and unacknowledged ones included.
+    async def subjects_held(self, stream: str, pattern: str = ">") -> set[str]:
+        """The subjects of every message the stream holds that match `pattern`, unacknowledged ones included.
 
         Raises ConsumerGone when there is no such stream, ConnectionFailed.
         """
         try:
-            info = await self.answered(f"for {stream}", lambda: self.jetstream.stream_info(stream, subjects_filter=">"))
+            info = await self.answered(
+                f"for {stream}", lambda: self.jetstream.stream_info(stream, subjects_filter=pattern)
+            )
         except nats.js.errors.NotFoundError as error:
             raise ConsumerGone(f"the stream {stream} is gone") from error
         return set(info.state.subjects or {})

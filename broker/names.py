@@ -90,6 +90,11 @@ def version_key(run: str, version: int) -> str:
     return f"{run}.v.{version:06d}"
 
 
+def version_keys(run: str) -> str:
+    """The pattern of all of a run's version keys."""
+    return f"{run}.v.*"
+
+
 def control_key(run: str) -> str:
     return f"{run}.control"
 

@@ -22,7 +22,7 @@ from nats.js.api import KeyValueConfig, StorageType
 from nats.js.kv import KeyValue
 
 from broker import names
-from broker.bus import WRONG_LAST_SEQUENCE, Bus
+from broker.bus import WRONG_LAST_SEQUENCE, Bus, ConsumerGone
 from broker.clock import now
 from broker.ending import end
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
@@ -121,12 +121,17 @@ class Bucket:
         with contextlib.suppress(nats.errors.Error, TimeoutError):
             await self._kv.delete(key)
 
-    async def keys(self) -> list[str]:
-        """The keys that have a value. Raises ConnectionFailed."""
+    async def keys(self, pattern: str) -> list[str]:
+        """The keys that match a NATS subject pattern, sorted; one that was deleted may be among them.
+
+        Not by nats-py's `keys`, which is a watch, and believes its first mark. Raises ConnectionFailed.
+        """
+        prefix = f"$KV.{self.name}."
         try:
-            return list(await self._bus.answered(f"for the keys of {self.name}", self._kv.keys))
-        except nats.js.errors.NoKeysError:
+            held = await self._bus.subjects_held(f"KV_{self.name}", prefix + pattern)
+        except ConsumerGone:
             return []
+        return sorted(subject.removeprefix(prefix) for subject in held)
 
     async def state(self) -> BucketState:
         info = (await self._kv.status()).stream_info
@@ -273,8 +278,8 @@ class Registry:
     async def heads(self) -> list[Head]:
         """Every run's head record, by name."""
         found = []
-        for key in sorted(await self.runs.keys()):
-            if "." not in key and (entry := await self.runs.get(key)):
+        for key in await self.runs.keys("*"):
+            if entry := await self.runs.get(key):
                 found.append(decode(entry.value, Head))
         return found
 
@@ -285,8 +290,8 @@ class Registry:
     async def versions(self, run: str) -> list[VersionRecord]:
         """Every version record of a run, oldest first."""
         found = []
-        for key in sorted(await self.runs.keys()):
-            if key.startswith(f"{run}.v.") and (entry := await self.runs.get(key)):
+        for key in await self.runs.keys(names.version_keys(run)):
+            if entry := await self.runs.get(key):
                 found.append(decode(entry.value, VersionRecord))
         return found
 
@@ -313,9 +318,9 @@ class Registry:
         await self.runs.put(names.control_key(control.run), control.encode())
 
     async def forget(self, run: str) -> None:
-        """Remove every record of a run."""
-        for key in await self.runs.keys():
-            if key == run or key.startswith(f"{run}."):
+        """Remove every record of a run, the head last: whoever dies meanwhile can do it again."""
+        for key in [*await self.runs.keys(f"{run}.>"), names.head_key(run)]:
+            if await self.runs.get(key) is not None:
                 await self.runs.delete(key)
 
     async def put_node(self, node: Node) -> None:

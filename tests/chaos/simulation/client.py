@@ -20,7 +20,7 @@ import nats.js.errors
 from nats.js.api import ConsumerConfig, KeyValueConfig, StreamConfig
 
 from tests.chaos.simulation.loop import Process, VirtualLoop
-from tests.chaos.simulation.server import Bucket, Pull, Server, Stored, Subscription
+from tests.chaos.simulation.server import Bucket, Pull, Server, Stored, Subscription, matches
 
 T = TypeVar("T")
 
@@ -312,10 +312,15 @@ class JetStream:
     async def delete_stream(self, name: str) -> None:
         await self._ask(lambda: self._server.delete_stream(name))
 
-    async def stream_info(self, name: str, subjects_filter: str = "") -> Any:
+    async def stream_info(self, name: str, subjects_filter: str) -> Any:
         def look() -> Any:
-            stream = self._server.stream(name)
-            return SimpleNamespace(state=SimpleNamespace(subjects=dict.fromkeys(stream.by_subject, 1)))
+            if name.startswith("KV_"):
+                bucket = name.removeprefix("KV_")
+                there = [f"$KV.{bucket}.{key}" for key in self._server.buckets[bucket].entries]
+            else:
+                there = list(self._server.stream(name).by_subject)
+            held = {subject: 1 for subject in there if matches(subjects_filter, subject)}
+            return SimpleNamespace(state=SimpleNamespace(subjects=held))
 
         return await self._ask(look)
 
@@ -415,18 +420,6 @@ class KeyValue:
 
     async def delete(self, key: str) -> None:
         await self._ask(lambda: self._connection.server.put(self._bucket, key, None))
-
-    async def keys(self) -> list[str]:
-        def look() -> list[str]:
-            bucket, now = self._there(), self._now()
-            found = [
-                key for key in bucket.entries if (entry := bucket.at(key, now)) is not None and entry[0] is not None
-            ]
-            if not found:
-                raise nats.js.errors.NoKeysError
-            return found
-
-        return await self._ask(look)
 
     async def status(self) -> Any:
         def look() -> Any:
