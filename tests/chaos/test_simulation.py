@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -139,6 +140,17 @@ def test_the_invariants_hold_in_every_schedule() -> None:
     done = simulate("-m", "tests.chaos.simulation", "--schedules", str(SCHEDULES))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert f"{SCHEDULES} schedules" in done.stdout
+
+
+def test_what_was_played_before_makes_no_difference() -> None:
+    code = """
+outcomes = [World(schedule_of(seed)).play() for seed in (60, 58, 59, 60)]
+print([(outcome.callbacks, outcome.seconds) for outcome in outcomes])
+"""
+    done = simulate("-c", PREAMBLE + code)
+    assert done.returncode == 0, done.stderr
+    first, *_, again = ast.literal_eval(done.stdout)
+    assert first == again
 
 
 def test_a_seed_replays_exactly() -> None:

@@ -141,7 +141,7 @@ class Client:
 
     def new_inbox(self) -> str:
         self._inboxes += 1
-        return f"_INBOX.{self._connection.process.name}-{id(self._connection)}-{self._inboxes}"
+        return f"_INBOX.{self._connection.process.name}-{self._inboxes}"
 
     async def publish(self, subject: str, data: bytes = b"", reply: str = "", headers: Any = None) -> None:
         if self._connection.closed:

@@ -392,7 +392,13 @@ class World:
     # ---------------------------------------------------------------------------------------------------------- play
 
     def play(self) -> Outcome:
-        """Run to the end."""
+        """Run to the end.
+
+        No garbage is collected meanwhile: what a killed process has left behind would run its `finally` blocks, which a
+        dead process does not, and when that happens depends on what was played before.
+        """
+        gc.collect()
+        gc.disable()
         faults.install(self._on_point)
         trouble = _Trouble(self.referee)
         logging.getLogger().addHandler(trouble)
@@ -421,6 +427,7 @@ class World:
             self.finished = True
             faults.install(None)
             self.loop.reap()
+            gc.enable()
             secrets.token_hex = original
             logging.getLogger().removeHandler(trouble)
 
