@@ -397,7 +397,6 @@ class World:
         No garbage is collected meanwhile: what a killed process has left behind would run its `finally` blocks, which a
         dead process does not, and when that happens depends on what was played before.
         """
-        gc.collect()
         gc.disable()
         faults.install(self._on_point)
         trouble = _Trouble(self.referee)
@@ -479,4 +478,4 @@ def quiet() -> None:
     # The same bytes are read by many. What they decode to is frozen, so it is decoded once.
     messages._unpack = lru_cache(maxsize=1024)(messages._unpack)
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(100_000, 1, 1000)
