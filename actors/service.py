@@ -132,7 +132,7 @@ class Actor:
         self._workloads = workloads or Workloads(roots)
         self._pullers: dict[str, Puller] = {}
         self._leases: dict[str, Lease] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order they were begun
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._busy = Share()
@@ -300,8 +300,8 @@ class Actor:
         self._leases[task.group] = lease
         self._shares.begin(task.run, task.group_size, lease.began)
         running = asyncio.create_task(self._work(lease), name=task.group)
-        self._tasks.add(running)
-        running.add_done_callback(self._tasks.discard)
+        self._tasks[running] = None
+        running.add_done_callback(lambda ended: self._tasks.pop(ended, None))
         self._note_shares(idle=True)
 
     # ------------------------------------------------------------------------------------------------------ working

@@ -62,7 +62,7 @@ class Intake:
         self._changed = on_change
         self._holding: dict[str, Delivery] = {}
         """Groups in hand, from their arrival until a commit or a closing lets go of them."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order they were begun
         self._room = asyncio.Semaphore(FETCH_AT_ONCE)
         self.failed_in_a_row = 0
         self.last_failure = ""
@@ -77,7 +77,7 @@ class Intake:
                 for delivery in await self._puller.fetch(32, 2.0):
                     await self._room.acquire()
                     task = asyncio.create_task(self._receive(delivery))
-                    self._tasks.add(task)
+                    self._tasks[task] = None
                     task.add_done_callback(self._done)
         finally:
             await end(signs_of_life, *self._tasks)
@@ -99,7 +99,7 @@ class Intake:
             self._holding.pop(group, None)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._room.release()
         if not task.cancelled() and task.exception() is not None:
             log.error("a group could not be received", exc_info=task.exception())
