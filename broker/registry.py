@@ -300,15 +300,24 @@ class Registry:
         entry = await self.runs.get(names.version_key(run, version))
         return decode(entry.value, VersionRecord) if entry else None
 
-    async def put_version(self, record: VersionRecord, *, patience: float = 60.0) -> None:
-        """Write a version record, unless a later epoch has written it. Raises RegistryConflict then."""
+    async def put_version(self, record: VersionRecord, revision: int = 0, *, patience: float = 60.0) -> int:
+        """Write a version record, unless a later epoch has written it; returns the record's revision.
+
+        `revision`: the newest that the caller knows of, 0 for none. One who is right needs one round trip. Raises
+        RegistryConflict when another epoch has written it.
+        """
         key = names.version_key(record.run, record.adapter.version)
-        entry = await self.runs.get(key, patience=patience)
-        if entry is not None:
-            there = decode(entry.value, VersionRecord)
-            if there.epoch > record.epoch or (there.epoch == record.epoch and there.incarnation != record.incarnation):
-                raise RegistryConflict(f"{key} was written by another epoch, {there.epoch} of {there.incarnation}")
-        await self.runs.compare_and_set(key, record.encode(), entry.revision if entry else 0, patience=patience)
+        while True:
+            try:
+                return await self.runs.compare_and_set(key, record.encode(), revision, patience=patience)
+            except RegistryConflict:
+                entry = await self.runs.get(key, patience=patience)
+            if entry is not None:
+                there = decode(entry.value, VersionRecord)
+                later = there.epoch > record.epoch
+                if later or (there.epoch == record.epoch and there.incarnation != record.incarnation):
+                    raise RegistryConflict(f"{key} was written by another epoch, {there.epoch} of {there.incarnation}")
+            revision = entry.revision if entry else 0
 
     async def control(self, run: str) -> Control | None:
         entry = await self.runs.get(names.control_key(run))

@@ -60,6 +60,8 @@ class Session:
         """What was being written when the writer was cancelled: the broker may have it, or not."""
         self.adapters: dict[int, AdapterRef] = {ref.version: ref for ref in claim.head.live}
         """Published versions by number, as far as anything still needs them."""
+        self._offered: dict[int, int] = {}
+        """The revisions of the version records that are to be written again when their versions are committed."""
         self.trouble = ""
         """What keeps a commit from being made, for people."""
         self.notice = REBUILT if claim.rebuilt else ""
@@ -164,11 +166,15 @@ class Session:
         return ref
 
     async def _put_version(self, record: VersionRecord) -> None:
+        version = record.adapter.version
+        known = self._offered.pop(version, 0)
         try:
-            await self._registry.put_version(record, patience=BROKER_PATIENCE)
+            revision = await self._registry.put_version(record, known, patience=BROKER_PATIENCE)
         except RegistryConflict as error:
             why = await self.fenced() or f"run {self.run} has moved on without this learner: {error}"
             raise Fenced(f"{why}. Nothing that this learner had not committed counts") from error
+        if record.state == "offered":
+            self._offered[version] = revision
 
     async def store_blob(self, step: int, part: str, data: bytes) -> BlobRef:
         """Store a part of a step's checkpoint."""

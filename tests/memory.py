@@ -9,6 +9,7 @@ from broker.errors import ObjectCorrupt, ObjectMissing, RegistryConflict
 from broker.messages import BlobRef
 from broker.registry import Entry, Registry
 from broker.store import reference
+from tests.subjects import matches
 
 
 class MemoryStore:
@@ -67,8 +68,8 @@ class MemoryBucket:
     async def delete(self, key: str) -> None:
         self.entries.pop(key, None)
 
-    async def keys(self) -> list[str]:
-        return list(self.entries)
+    async def keys(self, pattern: str) -> list[str]:
+        return sorted(key for key in self.entries if matches(pattern, key))
 
     def wipe(self) -> None:
         """Lose everything; sequences begin again."""

@@ -118,9 +118,9 @@ class TimedRegistry(Registry):
         with self.timings.part("compare-and-set"):
             return await super().set_head(*arguments, **options)  # type: ignore[arg-type]
 
-    async def put_version(self, *arguments: object, **options: object) -> None:
+    async def put_version(self, *arguments: object, **options: object) -> int:
         with self.timings.part("version records"):
-            await super().put_version(*arguments, **options)  # type: ignore[arg-type]
+            return await super().put_version(*arguments, **options)  # type: ignore[arg-type]
 
 
 def a_ledger() -> Ledger:

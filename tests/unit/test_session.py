@@ -37,8 +37,8 @@ class StubRegistry:
     async def head(self, run: str) -> tuple[Head, int]:
         return self.now, self.revision
 
-    async def put_version(self, record: Any, *, patience: float) -> None:
-        return None
+    async def put_version(self, record: Any, revision: int, *, patience: float) -> int:
+        return revision + 1
 
 
 def checkpoint(step: int, version: int) -> Checkpoint:
@@ -83,8 +83,9 @@ async def test_a_learner_that_goes_on_completes_the_commit_of_one_that_died_in_i
     async def version(run: str, number: int) -> VersionRecord:
         return there
 
-    async def put_version(new: VersionRecord, *, patience: float) -> None:
+    async def put_version(new: VersionRecord, revision: int, *, patience: float) -> int:
         written.append(new)
+        return revision + 1
 
     registry.version, registry.put_version = version, put_version  # type: ignore[attr-defined, method-assign]
     last = replace(checkpoint(7, 7), weights=adapter.blob, rewards=[0.1, 0.5])

@@ -20,7 +20,8 @@ import nats.js.errors
 from nats.js.api import ConsumerConfig, KeyValueConfig, StreamConfig
 
 from tests.chaos.simulation.loop import Process, VirtualLoop
-from tests.chaos.simulation.server import Bucket, Pull, Server, Stored, Subscription, matches
+from tests.chaos.simulation.server import Bucket, Pull, Server, Stored, Subscription
+from tests.subjects import matches
 
 T = TypeVar("T")
 
