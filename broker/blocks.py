@@ -4,13 +4,14 @@ A block's hash covers its tokens, every token before them, and the space it lies
 salt. Blocks of two versions therefore never match. A chain is the hashes of successive blocks, HASH bytes each, in one
 `bytes`: two chains agree up to the first block in which their prompts differ, and nowhere after.
 
-The hash is made for speed, in a dozen numpy calls whatever the length: a block is a multilinear sum of its tokens; a
-chain's hashes are the running sums of its blocks, each multiplied with a constant of its position, mixed with the
+The hash is made for speed, in nine numpy calls whatever the length: a block is a multilinear sum of its tokens, folded;
+a chain's hashes are the running sums of its blocks, each multiplied with a constant of its position, on top of the
 space's seed. It is no cryptographic hash: whoever collides one on purpose gets a request placed badly.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ def usable_block(size: int) -> int:
 
 
 class Point(NamedTuple):
-    """Where a chain stands: how many blocks it has, and the running sum behind its last hash."""
+    """Where a chain stands: how many blocks it has, and its last hash as a number."""
 
     blocks: int
     total: int
@@ -48,9 +49,15 @@ class Point(NamedTuple):
 START = Point(0, 0)
 
 
+def end_of(chained: bytes) -> Point:
+    """Where a chain that begins at START ends."""
+    return Point(len(chained) // HASH, int.from_bytes(chained[-HASH:], sys.byteorder))
+
+
 def chain(adapter: str | None, tokens: Ids, *, salt: str = "", block: int = BLOCK) -> bytes:
     """Hashes of the full blocks of `tokens` (int32 [n]): HASH bytes for each of the n // block blocks."""
-    return extend(adapter, START, tokens, salt=salt, block=block)[0]
+    count = len(tokens) // block
+    return _sums(tokens, count, block, 0, _seed(adapter or "", salt)).tobytes() if count else b""
 
 
 def extend(
@@ -60,20 +67,20 @@ def extend(
     count = len(tokens) // block
     if not count:
         return b"", point
-    sums: Words = np.ascontiguousarray(tokens[: count * block]).view(np.uint64).reshape(count, -1) @ _weights(
-        block // 2
-    )
+    before = np.uint64(point.total) if point.blocks else _seed(adapter or "", salt)
+    sums = _sums(tokens, count, block, point.blocks, before)
+    return sums.tobytes(), Point(point.blocks + count, int(sums[-1]))
+
+
+def _sums(tokens: Ids, count: int, block: int, start: int, before: np.uint64) -> Words:
+    """uint64 [count]: the hashes of the first `count` blocks of `tokens`, which are a chain's from `start` on."""
+    words: Words = np.ndarray((count, block // 2), np.uint64, np.ascontiguousarray(tokens))
+    sums: Words = words @ _weights(block // 2)
     sums ^= sums >> _HALF
-    sums *= _positions(point.blocks, count)
-    sums ^= sums >> _HALF
+    sums *= _positions(start, count)
     np.add.accumulate(sums, out=sums)
-    if point.total:
-        sums += np.uint64(point.total)
-    end = Point(point.blocks + count, int(sums[-1]))
-    sums += _seed(adapter or "", salt)
-    sums *= _LAST
-    sums ^= sums >> _HALF
-    return sums.tobytes(), end
+    sums += before
+    return sums
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,7 @@ class Face(ABC):
             ("POST", "/v1/chat/completions"): self.chat,
             ("GET", "/v1/models"): self._list_models,
         }
+        self._paths = frozenset(path for _, path in self._routes)
 
     async def listen(self, host: str, port: int) -> int:
         """Start to listen; returns the port. Raises OSError."""
@@ -97,7 +98,7 @@ class Face(ABC):
         if found is not None:
             found(exchange)
             return
-        if any(known == path for _, known in self._routes):
+        if path in self._paths:
             raise BadRequest(f"{path} does not take {exchange.method}", status=405)
         if path.startswith("/v1/models/"):
             name = path.removeprefix("/v1/models/")
@@ -121,7 +122,7 @@ class Face(ABC):
 
     def count(self, exchange: Exchange, status: int) -> None:
         """Count an answer for the metrics."""
-        path = exchange.path if any(known == exchange.path for _, known in self._routes) else "other"
+        path = exchange.path if exchange.path in self._paths else "other"
         self._answers[path, status] += 1
 
     def unknown_model(self, name: str) -> BadRequest:

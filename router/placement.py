@@ -347,6 +347,11 @@ class Placer:
         """Whether members of this group were placed here."""
         return self._groups.get(group) is not None
 
+    def prompt_chain(self, id: str) -> bytes:
+        """The hashes of a placed request's full blocks, in its replica's block size; empty when it is unknown."""
+        found = self._assigned.get(id)
+        return found.match.chain if found else b""
+
     def assigned_to(self, id: str) -> str | None:
         """The replica that a request was placed on."""
         found = self._assigned.get(id)

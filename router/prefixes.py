@@ -329,17 +329,15 @@ class Prefixes:
                 assert hold is not None
                 mirror.use(hold)
             return
-        self._insert(match.space, match.chain, match.remainder, slot, asked=True, settled=False)
+        self._insert(match.space, match.chain, slot, asked=len(match.chain), remainder=match.remainder, settled=False)
 
     def settle(self, space: str, prompt: bytes, continuation: bytes, slot: int) -> None:
         """A request has ended at a replica: the blocks of its prompt and of its continuation were computed there."""
-        self._insert(space, prompt, 0, slot, asked=True, settled=True)
-        if continuation:
-            self._insert(space, prompt + continuation, 0, slot, asked=False, settled=True)
+        self._insert(space, prompt + continuation, slot, asked=len(prompt), settled=True)
 
     def stored(self, space: str, chain: bytes, slot: int) -> None:
         """An engine said that it has this chain."""
-        self._insert(space, chain, 0, slot, asked=False, settled=True)
+        self._insert(space, chain, slot, asked=0, settled=True)
 
     def removed(self, hashes: Iterable[bytes], slot: int) -> None:
         """An engine said that it removed these blocks."""
@@ -359,9 +357,9 @@ class Prefixes:
             return
         if cached + 1 < settled:
             mirror.learned = max(LEAST_LIMIT, min(mirror.learned, mirror.blocks) * SHRINK)
+            self._trim(mirror)
         elif cached > believed:
             mirror.learned = min(mirror.capacity, mirror.learned * GROW)
-        self._trim(mirror)
 
     # ---------------------------------------------------------------------------------------------------------- size
 
@@ -388,7 +386,8 @@ class Prefixes:
 
     # ------------------------------------------------------------------------------------------------------- private
 
-    def _insert(self, space: str, chain: bytes, remainder: int, slot: int, *, asked: bool, settled: bool) -> None:
+    def _insert(self, space: str, chain: bytes, slot: int, *, asked: int, settled: bool, remainder: int = 0) -> None:
+        """The replica has this chain. Its first `asked` bytes are a prompt's, those behind them a continuation's."""
         mirror = self._mirrors.get(slot)
         if mirror is None or not chain:
             return
@@ -403,13 +402,16 @@ class Prefixes:
         while at < end:
             run = runs.get(chain[at : at + HASH])
             if run is None:
-                if parent is not None and self._extendable(parent, slot, asked):
-                    self._lengthen(mirror, parent, chain[at:])
+                prompted = at < asked
+                more = chain[at:asked] if prompted else chain[at:]
+                at += len(more)
+                if parent is not None and self._extendable(parent, slot, prompted):
+                    self._lengthen(mirror, parent, more)
                 else:
-                    run = self._new(here, chain[at:], parent, asked=asked)
-                    path.append(self._hold(mirror, run, (end - at) // HASH, here))
+                    run = self._new(here, more, parent, asked=prompted)
+                    path.append(self._hold(mirror, run, len(more) // HASH, here))
                     parent = run
-                break
+                continue
             if not chain.startswith(run.hashes, at):
                 same = _agreement(chain, at, run.hashes)
                 if at + same < end or remainder:  # a prompt that ends inside a run without a remainder tells nothing

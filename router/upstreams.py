@@ -14,19 +14,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import cast
-from urllib.parse import urlsplit
+from dataclasses import dataclass
 
-import httptools
-import msgspec
 import numpy as np
 
-from broker.blocks import BLOCK, HASH, chain, usable_block
+from broker.blocks import HASH, chain, end_of, extend
 from broker.ending import end
 from broker.errors import ConfigError
 from broker.messages import Ids
@@ -36,14 +31,12 @@ from router.face import Face
 from router.http import Exchange
 from router.openai import BadRequest, ChatRequest, CompletionRequest, decode, text_units
 from router.placement import MAX_BYTES, SPILL_REQUESTS, Placer, Request
+from router.servers import CACHE_TOKENS, SILENT_SECONDS, Link, Upstream
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """How often each server is asked for its health."""
-
-SILENT_SECONDS = 2.5
-"""A server that does not answer for this long is out; its requests go elsewhere."""
 
 AWAY_SECONDS = 1.0
 """A short sleep that took this long says that the router itself did not run."""
@@ -56,21 +49,11 @@ WAIT_SECONDS = 30.0
 
 MAX_WAITING = 8192
 
-CACHE_TOKENS = 262_144
-"""The KV cache of a server that does not say how large it is, in tokens."""
-
 UNLISTED_MODELS = 256
 """Models that no server lists and that are sent on all the same, newest kept."""
 
 STREAM_KEPT = 8 * 1024 * 1024
 """Bytes of a streamed answer that are kept to learn from; a longer one teaches nothing."""
-
-_HOP_BY_HOP = frozenset(
-    (
-        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
-        b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"accept-encoding",
-    )
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,152 +68,6 @@ class UpstreamOptions:
     max_waiting: int = MAX_WAITING
 
 
-@dataclass
-class Upstream:
-    """One server. `models` are those it lists."""
-
-    name: str
-    host: str
-    port: int
-    prefix: str
-    idle: list[_Link] = field(default_factory=list)
-    busy: set[_Link] = field(default_factory=set)
-    clock: Callable[[], float] = time.monotonic
-    well: bool = False
-    answered: float = 0.0
-    """When the last byte came from it."""
-    models: list[tuple[str, str | None]] = field(default_factory=list)
-    cache_tokens: int = CACHE_TOKENS
-    block: int = BLOCK
-
-    @classmethod
-    def parse(cls, url: str) -> Upstream:
-        """From http://HOST:PORT[/PREFIX]. Raises ConfigError."""
-        parts = urlsplit(url)
-        try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            raise ConfigError(f"--upstream: expected http://HOST:PORT, got {url!r}")
-        return cls(url.rstrip("/"), parts.hostname, port, parts.path.rstrip("/"))
-
-
-class _Link(asyncio.Protocol):
-    """One connection to a server, kept open from request to request."""
-
-    def __init__(self, upstream: Upstream, *, shared: bool) -> None:
-        """`shared`: clients' requests may use it, one after the other."""
-        self.upstream = upstream
-        self.transport: asyncio.Transport | None = None
-        self.used = False
-        self._shared = shared
-        self.reusable = True
-        self.receiver: Forward | _Fetch | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self.status = 0
-        self.streams = False
-        self.body: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-
-    def send(self, data: bytes, receiver: Forward | _Fetch) -> None:
-        """Ask; `receiver` is told what comes. The link must be unused."""
-        self._begin()
-        if self.transport is None:
-            asyncio.get_running_loop().call_soon(receiver.on_failure, self, "the connection was closed")
-            return
-        self.receiver = receiver
-        self.upstream.busy.add(self)
-        self.transport.write(data)
-
-    def data_received(self, data: bytes) -> None:
-        self.upstream.answered = self.upstream.clock()
-        receiver = self.receiver
-        if receiver is None:  # bytes that nobody asked for
-            self.close()
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(f"no HTTP answer: {error}")
-            return
-        if self.receiver is receiver:
-            receiver.on_data(data)
-        else:
-            receiver.on_answer(self, data)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"content-type":
-            self.streams = value.startswith(b"text/event-stream")
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        if self.receiver is not None:
-            self.receiver.on_head(self)
-
-    def on_body(self, data: bytes) -> None:
-        self.body.append(data)
-
-    def on_message_complete(self) -> None:
-        self.receiver = None
-        self.used = True
-        self.upstream.busy.discard(self)
-        self.reusable = self._parser.should_keep_alive()
-        if self.transport is None or not self._shared:
-            return
-        if self.reusable:
-            self.upstream.idle.append(self)
-        else:
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
-        if self in self.upstream.idle:
-            self.upstream.idle.remove(self)
-        self._fail(str(exc) if exc else "the connection was closed")
-
-    def _fail(self, reason: str) -> None:
-        self.upstream.busy.discard(self)
-        receiver, self.receiver = self.receiver, None
-        if self.transport is not None:
-            self.transport.close()
-        if receiver is not None:
-            receiver.on_failure(self, reason)
-
-    def close(self) -> None:
-        """Hang up; nobody is told."""
-        self.receiver = None
-        self.upstream.busy.discard(self)
-        if self.transport is not None:
-            self.transport.abort()
-
-
-class _Fetch:
-    """One question of the router's own."""
-
-    def __init__(self) -> None:
-        self.result: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-
-    def on_head(self, link: _Link) -> None:
-        pass
-
-    def on_data(self, data: bytes) -> None:
-        pass
-
-    def on_answer(self, link: _Link, data: bytes) -> None:
-        if not self.result.done():
-            self.result.set_result((link.status, b"".join(link.body)))
-
-    def on_failure(self, link: _Link, reason: str) -> None:
-        if not self.result.done():
-            self.result.set_exception(ConnectionError(reason))
-
-
 class Forward:
     """A client's request on its way."""
 
@@ -241,14 +78,14 @@ class Forward:
         self.text = text
         """The prompt, where it is no token ids."""
         self.waiting_since: float | None = None
-        self.link: _Link | None = None
+        self.link: Link | None = None
         self.failed_at: set[str] = set()
         self._data: list[bytes] = []
         self._streaming = False
         self._kept = 0
         exchange.on_gone = self._gone
 
-    def on_head(self, link: _Link) -> None:
+    def on_head(self, link: Link) -> None:
         self._streaming = link.streams and link.status < 500
 
     def on_data(self, data: bytes) -> None:
@@ -264,7 +101,7 @@ class Forward:
         if self.link is not None and self._kept > STREAM_KEPT:
             self.link.body.clear()
 
-    def on_answer(self, link: _Link, data: bytes) -> None:
+    def on_answer(self, link: Link, data: bytes) -> None:
         """The answer is complete with `data`."""
         self.link = None
         if link.status >= 500 and self.router.try_elsewhere(self, link.upstream, f"it answered {link.status}"):
@@ -275,7 +112,7 @@ class Forward:
         self.router.answered(self, link)
         self.exchange.raw(data, last=True, close=not link.reusable)
 
-    def on_failure(self, link: _Link, reason: str) -> None:
+    def on_failure(self, link: Link, reason: str) -> None:
         """The server hung up before the answer was complete."""
         self.link = None
         self.router.hung_up(self, link, reason)
@@ -315,7 +152,6 @@ class StandAlone(Face):
         self._waiting: deque[Forward] = deque()
         self._unlisted: OrderedDict[str, None] = OrderedDict()
         self._models: frozenset[str] = frozenset()
-        self._heads: dict[tuple[str, str], bytes] = {}
         self._retries = 0
         self._away = -SILENT_SECONDS
         self._tasks: set[asyncio.Task[None]] = set()
@@ -404,18 +240,16 @@ class StandAlone(Face):
             return
         forward.waiting_since = None
         upstream = self._upstreams[placed.replica]
-        while upstream.idle:
-            link = upstream.idle.pop()
-            if link.transport is not None and not link.transport.is_closing():
-                forward.link = link
-                link.send(self._message(upstream, forward.exchange), forward)
-                return
-        self._spawn(self._send_anew(upstream, forward))
+        link = upstream.idle_link()
+        if link is None:
+            self._spawn(self._send_anew(upstream, forward))
+        else:
+            self._send_over(link, forward)
 
     async def _send_anew(self, upstream: Upstream, forward: Forward) -> None:
         """Send over a new connection."""
         try:
-            link = await self._connect(upstream, shared=True)
+            link = await upstream.connect(shared=True)
         except OSError as error:
             if not forward.exchange.ended:
                 self._placer.complete(forward.request.id)
@@ -425,27 +259,15 @@ class StandAlone(Face):
         if forward.exchange.ended:  # the client left meanwhile
             upstream.idle.append(link)
             return
+        self._send_over(link, forward)
+
+    def _send_over(self, link: Link, forward: Forward) -> None:
+        exchange = forward.exchange
         forward.link = link
-        link.send(self._message(upstream, forward.exchange), forward)
+        message = link.upstream.message(exchange.path, exchange.headers, exchange.body, show_token=not self._expected)
+        link.send(message, forward)
 
-    async def _connect(self, upstream: Upstream, *, shared: bool) -> _Link:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(SILENT_SECONDS):
-            _, link = await loop.create_connection(lambda: _Link(upstream, shared=shared), upstream.host, upstream.port)
-        return link
-
-    def _message(self, upstream: Upstream, exchange: Exchange) -> bytes:
-        lines = [b"%s: %s\r\n" % pair for pair in exchange.headers.items() if pair[0] not in _HOP_BY_HOP]
-        if self._expected:  # the token was for this router
-            lines = [line for line in lines if not line.startswith(b"authorization:")]
-        head = self._heads.get((upstream.name, exchange.path))
-        if head is None:
-            target = f"{upstream.prefix}{exchange.path}"
-            head = f"POST {target} HTTP/1.1\r\nhost: {upstream.host}:{upstream.port}\r\n".encode()
-            self._heads[upstream.name, exchange.path] = head
-        return b"%s%scontent-length: %d\r\n\r\n%s" % (head, b"".join(lines), len(exchange.body), exchange.body)
-
-    def answered(self, forward: Forward, link: _Link) -> None:
+    def answered(self, forward: Forward, link: Link) -> None:
         """A request has its answer: learn from it."""
         self.count(forward.exchange, link.status)
         request = forward.request
@@ -473,26 +295,24 @@ class StandAlone(Face):
             blocks=self._continuation(forward, link.upstream.block, choice),
         )
 
-    @staticmethod
-    def _continuation(forward: Forward, block: int, choice: openai.AnswerChoice) -> bytes:
+    def _continuation(self, forward: Forward, block: int, choice: openai.AnswerChoice) -> bytes:
         """Hashes of the full blocks that an answer added behind its prompt's."""
         request = forward.request
         if forward.text is None:
             if not choice.token_ids:
                 return b""
             more = np.array(choice.token_ids[:-1], dtype=np.int32)  # the last one was never fed back
-            if len(more) + len(request.prompt) % block < block:
+            left = request.prompt[len(request.prompt) // block * block :]
+            if len(left) + len(more) < block:
                 return b""
-            whole = np.concatenate([request.prompt, more])
-        else:
-            said = choice.said
-            if forward.exchange.path.endswith("/chat/completions"):
-                said = openai.spoken(openai.Message("assistant", said))
-            whole = text_units(forward.text + said)
-            whole = whole[: len(whole) // block * block]
-        prompt = (
-            len(request.prompt) if forward.text is None else len(forward.text.encode("utf-8", "surrogatepass")) // 4
-        )
+            start = end_of(self._placer.prompt_chain(request.id))
+            return extend(request.adapter, start, np.concatenate([left, more]), salt=request.salt, block=block)[0]
+        said = choice.said
+        if forward.exchange.path.endswith("/chat/completions"):
+            said = openai.spoken(openai.Message("assistant", said))
+        whole = text_units(forward.text + said)
+        whole = whole[: len(whole) // block * block]
+        prompt = len(forward.text.encode("utf-8", "surrogatepass")) // 4
         return chain(request.adapter, whole, salt=request.salt, block=block)[prompt // block * HASH :]
 
     def abandoned(self, forward: Forward) -> None:
@@ -504,7 +324,7 @@ class StandAlone(Face):
 
     # -------------------------------------------------------------------------------------------------------- failures
 
-    def hung_up(self, forward: Forward, link: _Link, reason: str) -> None:
+    def hung_up(self, forward: Forward, link: Link, reason: str) -> None:
         """A server closed the connection before its answer was complete."""
         self._placer.complete(forward.request.id)
         if link.used and not link.status:  # it had been idle for too long: ask once more, over a new connection
@@ -575,7 +395,7 @@ class StandAlone(Face):
         while True:
             began = self._clock()
             try:
-                status, _ = await self._fetch(upstream, "/health")
+                status, _ = await upstream.fetch("/health")
                 if status != 200:
                     raise ConnectionError(f"/health answered {status}")
                 if not upstream.well or began - looked >= LOOK_SECONDS:
@@ -610,30 +430,8 @@ class StandAlone(Face):
             self._placer.clear_cache(upstream.name)
 
     async def _look(self, upstream: Upstream) -> None:
-        """What models a server lists, and how large its cache is."""
-        status, body = await self._fetch(upstream, "/v1/models")
-        if status == 200:
-            with contextlib.suppress(msgspec.DecodeError):
-                listed = msgspec.json.decode(body, type=_Models)
-                upstream.models = [(model.id, model.parent) for model in listed.data]
-        status, body = await self._fetch(upstream, "/metrics")
-        if status == 200:
-            upstream.block, upstream.cache_tokens = _cache_of(body.decode(errors="replace")) or (
-                BLOCK,
-                self._options.cache_tokens,
-            )
+        await upstream.look(self._options.cache_tokens)
         self._tell_placer()
-
-    async def _fetch(self, upstream: Upstream, path: str) -> tuple[int, bytes]:
-        link = await self._connect(upstream, shared=False)
-        fetch = _Fetch()
-        target, host = f"{upstream.prefix}{path}", f"{upstream.host}:{upstream.port}"
-        link.send(f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode(), fetch)
-        try:
-            async with asyncio.timeout(SILENT_SECONDS):
-                return await fetch.result
-        finally:
-            link.close()
 
     def _learn_model(self, model: str) -> None:
         """Somebody asks for a model that no server lists."""
@@ -667,25 +465,3 @@ class StandAlone(Face):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _ListedModel(msgspec.Struct):
-    id: str
-    parent: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_ListedModel]
-
-
-def _cache_of(metrics: str) -> tuple[int, int] | None:
-    """(block size, tokens of KV cache) as vLLM's metrics say; None where they do not."""
-    found = re.search(r"^vllm:cache_config_info\{([^}]*)\}", metrics, re.MULTILINE)
-    if found is None:
-        return None
-    labels = dict(re.findall(r'(\w+)="([^"]*)"', found.group(1)))
-    try:
-        block, blocks = int(labels["block_size"]), int(labels["num_gpu_blocks"])
-    except (KeyError, ValueError):
-        return None
-    return usable_block(block), usable_block(block) * blocks

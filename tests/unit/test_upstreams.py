@@ -14,7 +14,8 @@ import router.upstreams as module
 from broker.errors import ConfigError
 from router.http import Exchange, Server
 from router.openai import Message, conversation_text, decode_stream, spoken
-from router.upstreams import StandAlone, Upstream, UpstreamOptions, _cache_of
+from router.servers import Upstream, cache_of
+from router.upstreams import StandAlone, UpstreamOptions
 from tests.waiting import until
 
 
@@ -288,7 +289,7 @@ async def test_without_a_server_that_is_well_requests_wait_and_are_then_refused(
 
 async def test_the_routers_own_questions_share_no_connection_with_its_clients(scene: Scene) -> None:
     upstream = next(iter(scene.face._upstreams.values()))
-    await scene.face._fetch(upstream, "/health")
+    await upstream.fetch("/health")
     assert upstream.idle == []
     for _ in range(3):
         assert (await scene.ask(completion(ids(1))))[0] == 200
@@ -333,8 +334,8 @@ async def test_a_model_goes_where_it_is_listed_and_anywhere_when_it_is_listed_no
         (completion([]), 400, "empty"),
         (completion(""), 400, "empty"),
         (completion(None), 400, "expected a prompt"),
-        (completion([1, -2]), 400, "at least 0"),
-        (completion([1, 1 << 40]), 400, "token ids from 0"),
+        (completion([1, -2]), 400, "`int` >= 0"),
+        (completion([1, 1 << 40]), 400, "`int` <= 2147483647"),
         (completion([1, "a"]), 400, "prompt"),
         (completion([1], n=0), 400, "n from 1"),
         ({"model": "base", "prompt": [1], "max_tokens": "many"}, 400, "max_tokens"),
@@ -399,9 +400,9 @@ def test_the_size_of_a_cache_is_read_from_vllms_metrics() -> None:
         "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
         'vllm:cache_config_info{block_size="32",cache_dtype="auto",num_gpu_blocks="1000"} 1.0\n'
     )
-    assert _cache_of(text) == (32, 32_000)
-    assert _cache_of(text.replace("1000", "None")) is None
-    assert _cache_of("") is None
+    assert cache_of(text) == (32, 32_000)
+    assert cache_of(text.replace("1000", "None")) is None
+    assert cache_of("") is None
 
 
 def test_a_longer_conversation_begins_with_the_shorter_one() -> None:
