@@ -6,7 +6,8 @@ many are expected, and the work that is reserved for the missing ones at its hom
 Rules.
 - A group is what the message names, or, where nothing names one, all requests with the same prompt.
 - When the first member lands, its missing siblings' work is reserved at its home; each that comes takes its share.
-- How many siblings an unnamed group will have is learned: the mean size of groups that began long enough ago. Groups
+- How many siblings an unnamed group will have is learned: the mean size of groups that began long enough ago for their
+  last members to have come, which is learned too: in a large fleet many groups begin before one is complete. Groups
   whose prompt continues something (a conversation's next turn) are counted apart from those that begin afresh.
 - Siblings that have not come after RESERVATION_SECONDS are not coming: their reservation is given back.
 """
@@ -27,7 +28,13 @@ RESERVATION_SECONDS = 30.0
 """How long a reservation is kept after the last member came."""
 
 COMPLETE_AFTER = 16
-"""An unnamed group's size is believed once this many others have begun after it."""
+"""An unnamed group's size is believed once this many others more have begun after it than members lately came late."""
+
+LATEST = 1024
+"""A member that comes after more than this many other groups have begun says nothing of how late members come."""
+
+LATE_FADE = 0.01
+"""How fast the latest member is forgotten, at each group that begins."""
 
 SIZES_KEPT = 128
 """The expected size is the mean of this many groups'."""
@@ -46,6 +53,10 @@ class Group(msgspec.Struct):
     """When the last member came."""
     reserved: float = 0.0
     """The work of all missing members: a whole number, so that adding and taking away leaves nothing."""
+    number: int = 0
+    """Its place among the unnamed groups, in the order in which they began."""
+    sizes: _Sizes | None = None
+    """Where its size is learned from, None for a named group."""
 
 
 class _Sizes:
@@ -55,13 +66,24 @@ class _Sizes:
         self._young: deque[Group] = deque()
         self._known: deque[int] = deque()
         self._sum = 0
+        self._begun = 0
+        self._late = 0.0
+        """How many groups began, lately at most, between a group's first member and a later one."""
 
     def mean(self) -> float:
         return self._sum / len(self._known) if self._known else 1.0
 
+    def joined(self, group: Group) -> None:
+        late = self._begun - group.number
+        if self._late < late <= LATEST:
+            self._late = late
+
     def begin(self, group: Group) -> None:
+        self._begun += 1
+        group.number, group.sizes = self._begun, self
+        self._late -= self._late * LATE_FADE
         self._young.append(group)
-        if len(self._young) > COMPLETE_AFTER:
+        while len(self._young) > COMPLETE_AFTER + self._late:
             size = self._young.popleft().came
             self._known.append(size)
             self._sum += size
@@ -117,6 +139,8 @@ class Groups:
         if again:
             return
         group.came += 1
+        if group.sizes is not None:
+            group.sizes.joined(group)
         if group.missing > 0:
             group.missing = max(0.0, group.missing - 1.0)
             group.reserved = float(round(group.missing * group.each))

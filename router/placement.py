@@ -36,6 +36,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -69,6 +70,12 @@ RECENT = 16_384
 
 HOLDERS_COMPARED = 32
 """Replicas with a common prefix that are compared at most, so that a large fleet costs no more than a small one."""
+
+PROMPTS_HASHED = 1024
+"""Newest prompts whose hashes are remembered: siblings bring the same prompt again."""
+
+LONG_PROMPT = 1 << 15
+"""Bytes of a prompt that is hashed anew each time, so that the memory of the others stays below 40 MB."""
 
 INFINITE = float("inf")
 
@@ -423,7 +430,8 @@ class Placer:
         return self._barred[adapter]
 
     def _match(self, request: Request, data: bytes, block: int) -> Match:
-        hashes = chain(request.adapter, request.prompt, salt=request.salt, block=block)
+        hashing = _hashes if len(data) < LONG_PROMPT else _hashes.__wrapped__
+        hashes = hashing(request.adapter, data, request.salt, block)
         left = len(data) % (4 * block)
         rest = hash(data[-left:]) if left else 0
         return self._prefixes.match(_space(request.adapter, request.salt, block), hashes, rest)
@@ -514,6 +522,11 @@ class Placer:
     def _add(self, slot: int, work: float) -> None:
         if slot >= 0 and self._slots[slot] is not None:
             self._loads[slot] += work
+
+
+@lru_cache(maxsize=PROMPTS_HASHED)
+def _hashes(adapter: str | None, data: bytes, salt: str, block: int) -> bytes:
+    return chain(adapter, np.frombuffer(data, np.int32), salt=salt, block=block)
 
 
 def _space(adapter: str | None, salt: str, block: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from broker.blocks import BLOCK, HASH, chain
+from broker.blocks import BLOCK, chain
 from router.placement import SPILL_REQUESTS, Placer, Request
 from tests.benchmarks.fleet import Done, split
 from tests.benchmarks.traces import Ask, Scenario
@@ -142,7 +140,7 @@ class Ours:
             output_tokens=len(done.sampled),
             cached_tokens=done.cached,
             prompt_tokens=len(done.prompt),
-            blocks=chain(done.adapter, np.concatenate([done.prompt, done.sampled]))[len(done.prompt) // BLOCK * HASH :],
+            blocks=done.blocks,
         )
         if len(self.placers) > 1:
             self._report(name)

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import numpy as np
 
-from broker.blocks import BLOCK, HASH, chain
+from broker.blocks import BLOCK, HASH, chain, end_of, extend
 from broker.messages import Ids
-from tests.benchmarks.traces import VOCABULARY, Ask, Scenario, asks, next_turn
+from tests.benchmarks.traces import Ask, Scenario, asks, continuation, next_turn
 
 PREFILL_SECONDS = 20e-6
 """One prompt token that is not cached, in a lane of its own."""
@@ -31,6 +31,9 @@ DECODE_SECONDS = 900e-6
 """One sampled token, whatever else runs."""
 
 BASE_SECONDS = 1e-3
+
+CHAINS_KEPT = 64
+"""Groups of which a replica remembers the prompt's hashes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Done:
     cached: int
     sampled: Ids
     prompt: Ids
-    adapter: str
+    blocks: bytes
+    """Hashes of the full blocks that its continuation added."""
 
 
 class Router(Protocol):
@@ -124,9 +128,11 @@ class Cache:
 class _Running:
     ask: Ask
     id: str
+    chained: bytes
     hashes: list[bytes]
     more: int
     cached: int = 0
+    length: int = 0
 
 
 class Replica:
@@ -145,24 +151,30 @@ class Replica:
         self._lengths = [max(8, int(math.exp(normal.inv_cdf((rank + 0.5) / 1024)))) for rank in range(1024)]
         random.Random(number).shuffle(self._lengths)
         self.prompt_tokens = self.cached_tokens = self.requests = 0
-        self._sampled: dict[str, int] = {}
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.running) + len(self.waiting)
+        self._chains: OrderedDict[int, tuple[Ids, bytes, list[bytes]]] = OrderedDict()
 
     def die(self) -> list[tuple[str, Ask]]:
         """Lose everything; the requests that it had."""
         had = [(request.id, request.ask) for request in [*self.running.values(), *self.waiting]]
         self.running.clear()
         self.waiting.clear()
-        self._sampled.clear()
         self.cache.empty()
         return had
 
     def submit(self, id: str, ask: Ask) -> None:
-        hashes = split(chain(ask.adapter, ask.prompt))
-        self.waiting.append(_Running(ask, id, hashes, -(-(len(ask.prompt) + self._most) // BLOCK) - len(hashes)))
+        chained, hashes = self._hashes(ask)
+        more = -(-(len(ask.prompt) + self._most) // BLOCK) - len(hashes)
+        self.waiting.append(_Running(ask, id, chained, hashes, more))
+
+    def _hashes(self, ask: Ask) -> tuple[bytes, list[bytes]]:
+        """A prompt's chain, whole and block by block. A group's members, which come to one replica, share them."""
+        known = self._chains.get(ask.group)
+        if known is None or known[0] is not ask.prompt:
+            chained = chain(ask.adapter, ask.prompt)
+            known = self._chains[ask.group] = (ask.prompt, chained, split(chained))
+            if len(self._chains) > CHAINS_KEPT:
+                self._chains.popitem(last=False)
+        return known[1:]
 
     def start(self, now: float) -> list[tuple[float, str]]:
         """Begin what can begin; (when it ends, id) of each."""
@@ -176,25 +188,24 @@ class Replica:
             request.cached = found * BLOCK
             self.running[request.id] = request
             self._drawn += 1
-            length = min(self._most, self._lengths[self._drawn % 1024])
+            request.length = min(self._most, self._lengths[self._drawn % 1024])
             work = (len(request.ask.prompt) - request.cached) * PREFILL_SECONDS
             self._lane_free = max(now, self._lane_free) + work
-            begun.append((self._lane_free + length * DECODE_SECONDS + BASE_SECONDS, request.id))
-            self._sampled[request.id] = length
+            begun.append((self._lane_free + request.length * DECODE_SECONDS + BASE_SECONDS, request.id))
         return begun
 
     def finish(self, id: str) -> Done:
         request = self.running.pop(id)
         ask = request.ask
-        seed = [ask.group, ask.member, ask.turn]
-        sampled = np.random.default_rng(seed).integers(0, VOCABULARY, self._sampled.pop(id), dtype=np.int32)
+        sampled = continuation(ask, request.length)
         self.prompt_tokens += len(ask.prompt)
         self.cached_tokens += request.cached
         self.requests += 1
         self.cache.give(request.hashes)
-        full = split(chain(ask.adapter, np.concatenate([ask.prompt, sampled])))
-        self.cache.keep(full[len(request.hashes) :], request.more)
-        return Done(id, request.cached, sampled, ask.prompt, ask.adapter)
+        rest = ask.prompt[len(request.hashes) * BLOCK :]
+        blocks, _ = extend(ask.adapter, end_of(request.chained), np.concatenate([rest, sampled]))
+        self.cache.keep(split(blocks), request.more)
+        return Done(id, request.cached, sampled, ask.prompt, blocks)
 
 
 def split(chained: bytes) -> list[bytes]:
@@ -232,6 +243,8 @@ def replay(
     dead: deque[tuple[int, int]] = deque()
     now, last, weighted, measured, served, deaths = 0.0, 0.0, 0.0, 0.0, 0, 0
 
+    flights = np.zeros(len(replicas), np.int64)
+
     def begin(number: int) -> None:
         for end, id in replicas[number].start(now):
             heapq.heappush(ends, (end, next(order), id, number))
@@ -239,6 +252,7 @@ def replay(
     def send(id: str, ask: Ask) -> None:
         number = router.place(id, ask, now)
         where[id] = (number, ask)
+        flights[number] += 1
         replicas[number].submit(id, ask)
         begin(number)
 
@@ -256,11 +270,11 @@ def replay(
             continue  # it died with its replica
         now = end
         if 0.05 * total < served < 0.85 * total:
-            flights = [replica.in_flight for replica in replicas]
-            weighted += (now - last) * max(flights) * (len(flights) - len(dead)) / sum(flights)
+            weighted += (now - last) * int(flights.max()) * (len(replicas) - len(dead)) / len(where)
             measured += now - last
         last = now
         _, ask = where.pop(id)
+        flights[number] -= 1
         done = replicas[number].finish(id)
         served += 1
         router.ended(done, now)
@@ -274,6 +288,7 @@ def replay(
             dead.append((victim, served + 2 * die_every))
             deaths += 1
             had = replicas[victim].die()
+            flights[victim] = 0
             router.left(victim, now)
             for lost, asked in had:
                 send(lost, asked)

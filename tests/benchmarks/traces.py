@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from broker.blocks import HASH, chain
 from broker.messages import Ids
 
 VOCABULARY = 17_576
@@ -134,6 +135,15 @@ class _Prompts:
         return np.concatenate([self._template, numbers.integers(0, VOCABULARY, size, dtype=np.int32)])
 
 
+_SAMPLED = np.random.default_rng(1).integers(0, VOCABULARY, 1 << 20, dtype=np.int32)
+
+
+def continuation(ask: Ask, length: int) -> Ids:
+    """What is sampled for `ask`, int32 [length]: the same each time, and another for every member and turn."""
+    at = (ask.group * 7919 + ask.member * 104_729 + ask.turn * 15_485_863) % (len(_SAMPLED) - length)
+    return _SAMPLED[at : at + length]
+
+
 def next_turn(scenario: Scenario, ask: Ask, sampled: Ids, seed: int = 0) -> Ask | None:
     """What follows when `sampled` has answered `ask`; None after the last turn."""
     if ask.turn + 1 >= scenario.turns:
@@ -143,22 +153,25 @@ def next_turn(scenario: Scenario, ask: Ask, sampled: Ids, seed: int = 0) -> Ask 
     return replace(ask, prompt=np.concatenate([ask.prompt, sampled, reply]), turn=ask.turn + 1)
 
 
-def bound(trace: Sequence[Ask], block: int = 16) -> float:
+def bound(trace: Iterable[Ask], block: int = 16) -> float:
     """Hit rate of one infinite cache that sees the trace in order: no placement does better on first turns.
 
     As in vLLM the last token of a prompt is computed in any case.
     """
-    from broker.blocks import HASH, chain
-
     seen: set[bytes] = set()
+    begun: set[int] = set()
     cached = total = 0
     for ask in trace:
-        hashes = chain(ask.adapter, ask.prompt, block=block)
         usable = (len(ask.prompt) - 1) // block * HASH
+        total += len(ask.prompt)
+        if ask.group in begun:  # a sibling was there before
+            cached += usable // HASH * block
+            continue
+        begun.add(ask.group)
+        hashes = chain(ask.adapter, ask.prompt, block=block)
         found = 0
         while found < usable and hashes[found : found + HASH] in seen:
             found += HASH
         cached += found // HASH * block
-        total += len(ask.prompt)
         seen.update(hashes[at : at + HASH] for at in range(0, len(hashes), HASH))
     return cached / total

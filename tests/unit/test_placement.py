@@ -104,6 +104,19 @@ def test_the_size_of_groups_that_nobody_names_is_learned() -> None:
     assert fresh.reserved == pytest.approx(3 * 8 * DECODE_COST, rel=0.05)
 
 
+def test_the_size_of_groups_is_learned_where_many_begin_before_one_is_complete() -> None:
+    """A hundred groups are open at once, as in a large fleet: a group's last member comes 99 groups late."""
+    subject = placer("a", "b")
+    for number in range(800):
+        for member in range(4):
+            group = number - 33 * member
+            if group >= 0:
+                place(subject, request(f"{group}.{member}", seed=group))
+                end(subject, f"{group}.{member}")
+    fresh = place(subject, request("fresh", seed=1000))
+    assert fresh.reserved == pytest.approx(3 * 8 * DECODE_COST, rel=0.05)
+
+
 def test_a_group_does_not_trip_its_own_spill() -> None:
     subject = placer("a", "b", "c", "d")
     for size in (8, 16, 32):
