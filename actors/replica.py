@@ -63,7 +63,7 @@ from broker.messages import (
     unpack_ids,
 )
 from broker.probe import Probe, verdict
-from broker.registry import PRESENCE_SECONDS, Heads, Registry
+from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
 from observability import metrics, tracing
 from observability.shares import Rate
 
@@ -144,6 +144,9 @@ class Replica:
         self._incarnation: int | None = None
         self._engine_ok = True
         self._heads: Heads | None = None
+        self._roster: Roster | None = None
+        self._pins: list[AdapterRef] = []
+        """Versions under evaluation, to be held beside what the runs want."""
         self._proofs: dict[str, str | None] = {}
         """By probe: None when it was passed, else what is wrong. Those of this incarnation of the engine."""
         self._proven = asyncio.Condition()
@@ -157,12 +160,14 @@ class Replica:
     async def run(self) -> None:
         """Serve until cancelled. The engine must be started."""
         heads = Heads(self._registry, on_change=lambda _: self._registry_changed.set())
+        self._roster = roster = Roster(self._registry, on_change=self._on_node, clock=self._clock)
         subscriptions = []
         parts: list[asyncio.Task[None]] = []
         try:
             self._cache.touch()
             await asyncio.to_thread(self._cache.sweep_abandoned)
             await heads.ready.wait()
+            await roster.ready.wait()
             await self._join(heads)
             subscriptions = [
                 await self._bus.subscribe(names.replica_generate(self.id), self._on_generate),
@@ -177,6 +182,7 @@ class Replica:
                     await subscription.unsubscribe()  # type: ignore[attr-defined]
             await end(*parts, *self._running.values(), *(task for _, task in self._unloading.values()))
             await heads.close()
+            await roster.close()
             await self._registry.remove_node(self.id)
             self._cache.clear()
 
@@ -360,6 +366,11 @@ class Replica:
         self._registry_changed.clear()
         await self._settle(heads)
 
+    def _on_node(self) -> None:
+        """An evaluation began, ended, or its evaluator is gone. Our own presence shows the last, which nobody tells."""
+        if self._roster is not None and self._roster.pinned(self.fleet) != self._pins:
+            self._registry_changed.set()
+
     async def _settle(self, heads: Heads) -> None:
         """Bring the engine to what the registry wants, and confirm it.
 
@@ -372,8 +383,9 @@ class Replica:
             await self._put_node()
             return
         slots = health.adapter_slots
-        refs = wanted(heads.heads, heads.versions, self.fleet)
-        probes = {probe.adapter.name: (head, probe) for head, probe in _probes(heads, self.fleet)}
+        self._pins = self._roster.pinned(self.fleet) if self._roster is not None else []
+        refs = wanted(heads.heads, heads.versions, self.fleet, self._pins)
+        probes = {probe.adapter.name: (head, probe) for head, probe in self._probes(heads)}
         # A probe needs a slot for a moment: what is needed least makes room, and comes back.
         to_prove = any(name not in self._proofs for name in probes)
         self._wanted = refs[: slots - 1] if to_prove else refs[:slots]
@@ -541,6 +553,16 @@ class Replica:
             raise EngineError(f"the engine served {result.adapter} where {adapter} was asked")
         return result.token_ids, result.logprobs
 
+    def _concerns(self, head: Head) -> bool:
+        """Whether this replica is there for a run: it goes on, or one of its versions is under evaluation."""
+        return head.fleet == self.fleet and (
+            head.state == "running" or any(_run_of(ref) == head.run for ref in self._pins)
+        )
+
+    def _probes(self, heads: Heads) -> list[tuple[Head, ProbeRef]]:
+        """What the fleet's runs ask of their replicas."""
+        return [(head, head.probe) for head in heads.heads.values() if head.probe is not None and self._concerns(head)]
+
     def _unproven(self, heads: Heads) -> dict[str, str | None]:
         """The runs that this replica may not serve: with what is wrong, None while it is not known yet.
 
@@ -550,7 +572,7 @@ class Replica:
             head.run: self._proofs.get(head.probe.adapter.name, self._reason(head.probe.adapter))
             for head in heads.heads.values()
             if head.probe is not None
-            and (_concerns(head, self.fleet) or head.probe.adapter.name in self._proofs)
+            and (self._concerns(head) or head.probe.adapter.name in self._proofs)
             and self._proofs.get(head.probe.adapter.name, "unknown") is not None
         }
 
@@ -582,7 +604,7 @@ class Replica:
         if self._heads is None:
             return ""
         unproven = {run: reason for run, reason in self._unproven(self._heads).items() if reason}
-        running = {head.run for head in self._heads.heads.values() if _concerns(head, self.fleet)}
+        running = {head.run for head in self._heads.heads.values() if self._concerns(head)}
         if not unproven or running - unproven.keys():
             return ""
         return "; ".join(f"run {run}: {reason}" for run, reason in sorted(unproven.items()))
@@ -640,15 +662,6 @@ def _trace_of(heads: Heads, ref: AdapterRef) -> Mapping[str, str]:
     run = _run_of(ref)
     record = heads.versions.get(run, {}).get(ref.version)
     return record.trace if record is not None and record.adapter.name == ref.name else {}
-
-
-def _concerns(head: Head, fleet: str) -> bool:
-    return head.fleet == fleet and head.state == "running"
-
-
-def _probes(heads: Heads, fleet: str) -> list[tuple[Head, ProbeRef]]:
-    """What the fleet's running runs ask of their replicas."""
-    return [(head, head.probe) for head in heads.heads.values() if head.probe is not None and _concerns(head, fleet)]
 
 
 def _run_of(ref: AdapterRef) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from broker.messages import AdapterRef, Head, VersionRecord
 
 
 def wanted(
-    heads: Mapping[str, Head], versions: Mapping[str, Mapping[int, VersionRecord]], fleet: str
+    heads: Mapping[str, Head],
+    versions: Mapping[str, Mapping[int, VersionRecord]],
+    fleet: str,
+    pins: Sequence[AdapterRef] = (),
 ) -> list[AdapterRef]:
     """Every adapter to hold for `fleet`, the most needed first.
 
     A run's active version comes first, then the newest committed one, then the other live ones, newest first, then
-    the one its learner offers ahead of the commit. Runs that go on come before those that have ended.
+    the one its learner offers ahead of the commit, then those under evaluation (`pins`, in their order). Runs that
+    go on come before those that have ended, which keep what no evaluation needs.
     """
     found: list[tuple[int, int, str, AdapterRef]] = []
     for run, head in heads.items():
@@ -26,6 +30,7 @@ def wanted(
         offer = offered(head, versions.get(run, {}))
         if offer is not None:
             found.append((ended + 3, -offer.version, run, offer))
+    found += [(4, place, "", ref) for place, ref in enumerate(pins)]
     unique: dict[str, AdapterRef] = {}
     for _, _, _, ref in sorted(found, key=lambda item: item[:3]):
         unique.setdefault(ref.name, ref)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
+from actors.evaluations import Evaluations
 from actors.generation import Generator
 from actors.residency import still_counts
 from actors.shares import Demand, Shares
@@ -143,19 +144,36 @@ class Actor:
         """What keeps finished groups from being handed over, for people."""
         self._heads: Heads
         self._roster: Roster
+        self._evaluations: Evaluations
 
     async def run(self) -> None:
         """Work until cancelled; tasks under way are then given back, to run elsewhere at once."""
         self._heads = Heads(self._registry, on_change=self._on_head)
         self._roster = Roster(self._registry, clock=self._clock)
+        parts: list[asyncio.Task[None]] = []
         try:
             await self._heads.ready.wait()
             await self._roster.ready.wait()
             await self._generator.start()
             log.info("actor %s works for fleet %s", self.id, self.fleet)
-            await asyncio.gather(self._announce(), self._lease_tasks())
+            self._evaluations = Evaluations(
+                self._bus,
+                self._generator,
+                self._tokenizer,
+                self._heads,
+                self._roster,
+                self._workloads,
+                actor=self.id,
+                context=self._context,
+                max_inflight=self._max_inflight,
+                clock=self._clock,
+            )
+            parts = [
+                asyncio.create_task(part) for part in (self._announce(), self._lease_tasks(), self._evaluations.run())
+            ]
+            await asyncio.gather(*parts)
         finally:
-            await end(*self._tasks)
+            await end(*parts, *self._tasks)
             await self._heads.close()
             await self._roster.close()
             await self._registry.remove_node(self.id)
@@ -557,6 +575,7 @@ class Actor:
     def _gauges(self) -> dict[str, float]:
         return {
             "farflung.actor.slots_busy": float(self._slots(blocked=False)),
+            "farflung.actor.evaluating": float(self._evaluations.samples),
             "farflung.actor.slots": float(self._max_inflight),
             "farflung.backpressure": self._idle_held_back.read(self._clock()),
         }
@@ -579,6 +598,7 @@ class Actor:
                     code=self._workloads.code,
                     gauges={
                         "episodes": float(self._slots(blocked=False)),
+                        "evaluating": float(self._evaluations.samples),
                         "blocked": float(self._slots(blocked=True)),
                         "busy": self._busy.read(now),
                         "backpressure": self._idle_held_back.read(now),

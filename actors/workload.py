@@ -26,6 +26,8 @@ class Workload:
     incarnation: str
     spec: RunSpec
     factory: EnvironmentFactory
+    evaluation: EnvironmentFactory
+    """What its evaluations use: the same environment, and rewards of their own if the run names any."""
 
 
 class Workloads:
@@ -68,4 +70,5 @@ class Workloads:
                 )
             self.code[name] = found
         factory = load_environment(spec.environment, spec.tasks, self._roots)
-        return Workload(run=head.run, incarnation=head.incarnation, spec=spec, factory=factory)
+        evaluation = load_environment(spec.evaluation_environment, spec.tasks, self._roots)
+        return Workload(run=head.run, incarnation=head.incarnation, spec=spec, factory=factory, evaluation=evaluation)

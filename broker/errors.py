@@ -71,6 +71,10 @@ class RunFailed(FarflungError):
     exit_code = 6
 
 
+class EvaluationFailed(RunFailed):
+    """An evaluation has no result: no replica serves the version, no actor takes its tasks, or every task failed."""
+
+
 class PolicyMismatch(RunFailed):
     """The policy that was sampled is not the policy that was recorded: the truth check failed."""
 

@@ -162,6 +162,51 @@ class GroupFailed(Message, frozen=True, kw_only=True, tag="group_failed"):
     actor: Name
 
 
+EVALUATION_SHARE: Final = 4
+"""Evaluations have this part of an actor's `max_inflight`, beside the episodes that training has: a quarter, rounded
+down to whole tasks, and one task at least. Neither waits for the other's slots; engines serve both in turn."""
+
+
+class EvaluationTask(Message, frozen=True, kw_only=True, tag="evaluation_task"):
+    """One held-out task, to be attempted `samples` times under exactly one version. Evaluator to actor, asked again
+    under the same id while no answer comes."""
+
+    id: Name
+    evaluator: Name
+    """The node that asks. When its presence fades, nobody waits for the answer any more."""
+    run: Name
+    incarnation: Name
+    index: Count
+    """The task's place in its source; decides `columns` and `seed`."""
+    columns: dict[str, Any]
+    samples: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int
+    version: Count
+    adapter: str | None
+    """The adapter that must serve every token; None: the base model."""
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EvaluationAnswer(Message, frozen=True, kw_only=True, tag="evaluation_answer"):
+    """What became of an evaluation's task. Actor to evaluator.
+
+    Either `rewards`, one for each of its samples, or why there are none: `refused`, this actor cannot run it (another
+    may); `failure`, it was run and not all of its samples came to a reward.
+    """
+
+    id: Name
+    actor: Name
+    rewards: list[float] = []
+    lengths: list[int] = []
+    """Sampled tokens of each sample, every one of them served by the version that was asked for."""
+    truncated: Count = 0
+    """Samples that a token or turn limit cut."""
+    refused: str = ""
+    failure: str = ""
+
+
 class DeadLetter(Message, frozen=True, kw_only=True, tag="dead_letter"):
     """A message that a component could not use, kept for a person to look at."""
 
@@ -385,7 +430,7 @@ class Control(Message, frozen=True, kw_only=True, tag="control"):
     wanted: Literal["run", "pause", "stop", "delete"]
 
 
-NodeKind = Literal["learner", "actor", "replica", "router"]
+NodeKind = Literal["learner", "actor", "replica", "router", "evaluator"]
 
 
 class Node(Message, frozen=True, kw_only=True, tag="node"):
@@ -399,7 +444,7 @@ class Node(Message, frozen=True, kw_only=True, tag="node"):
     state: Literal["joining", "ready", "draining", "failed"]
     detail: str = ""
     run: str = ""
-    """The run a learner owns."""
+    """The run a learner owns, or an evaluator looks at."""
     model: str = ""
     """The fingerprint of the base model a replica serves."""
     confirmed: list[str] = []
@@ -418,5 +463,7 @@ class Node(Message, frozen=True, kw_only=True, tag="node"):
     """Tokens in a block of a replica's prefix cache."""
     code: dict[str, str] = {}
     """Source hashes of the user's code an actor has, by name."""
+    pins: list[AdapterRef] = []
+    """Versions under evaluation: replicas of the fleet keep them loaded while the node is present."""
     gauges: dict[str, float] = {}
     """Readings for people and for the diagnosis, by metric name."""

@@ -69,6 +69,11 @@ def replica_generate(replica: str) -> str:
     return f"replica.{replica}.generate"
 
 
+def actor_evaluate(actor: str) -> str:
+    """Where an actor takes tasks of evaluations; it answers to the asker's inbox."""
+    return f"actor.{actor}.evaluate"
+
+
 def replica_cancel(replica: str) -> str:
     return f"replica.{replica}.cancel"
 
@@ -138,6 +143,11 @@ def adapter_prefix(run: str, incarnation: str, version: int) -> str:
 
 def probe_prefix(run: str, incarnation: str) -> str:
     return f"{run_prefix(run, incarnation)}/probe"
+
+
+def evaluation_prefix(run: str, incarnation: str, version: int) -> str:
+    """Where the result of a version's evaluation lies."""
+    return f"{run_prefix(run, incarnation)}/evaluations/{version:06d}"
 
 
 def checkpoint_prefix(run: str, incarnation: str, step: int) -> str:

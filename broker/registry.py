@@ -26,7 +26,7 @@ from broker.bus import WRONG_LAST_SEQUENCE, Bus, ConsumerGone
 from broker.clock import now
 from broker.ending import end
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
-from broker.messages import Control, Head, Message, Node, VersionRecord, decode
+from broker.messages import AdapterRef, Control, Head, Message, Node, VersionRecord, decode
 
 log = logging.getLogger(__name__)
 
@@ -377,6 +377,11 @@ class Roster:
             ),
             key=lambda node: node.id,
         )
+
+    def pinned(self, fleet: str) -> list[AdapterRef]:
+        """The versions of `fleet` that are under evaluation: those that learners evaluate come first."""
+        nodes = sorted(self.present(fleet=fleet), key=lambda node: node.node != "learner")
+        return list({ref.name: ref for node in nodes for ref in node.pins}.values())
 
     def get(self, node: str) -> Node | None:
         found = self._nodes.get(node)

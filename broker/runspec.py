@@ -130,6 +130,9 @@ Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
+NaturalNumber = Annotated[int, Meta(ge=0)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Temperature = Annotated[float, Meta(ge=0, le=10)]
 
 
 class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -356,7 +359,13 @@ class FleetSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
         float,
         Meta(ge=1, description="A task runs elsewhere once its actor has given no sign of life for this many seconds."),
     ] = 30.0
-    eval_slots: Annotated[int, Meta(ge=0, description="Adapter slots kept free for evaluation.")] = 0
+    eval_slots: Annotated[
+        NaturalNumber | None,
+        Meta(
+            description="Adapter slots kept for versions under evaluation: one for evaluation.source, more for "
+            "`farflung eval`. Leave out: 1 with evaluation.source, else 0."
+        ),
+    ] = None
 
 
 class StorageSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -393,6 +402,45 @@ class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     ] = []
 
 
+class EvaluationSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Held-out tasks that versions are evaluated on while training goes on."""
+
+    source: Annotated[
+        str, Meta(description="Where held-out tasks come from, named as tasks.source is. Empty: no evaluation.")
+    ] = ""
+    split: Annotated[str, Meta(description="Which split of a dataset directory.")] = "test"
+    arguments: Annotated[
+        dict[str, Any], Meta(description="Keyword arguments for the task source class, if source names one.")
+    ] = {}
+    every: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Versions whose number is a multiple of this are evaluated, and the first and the last one. "
+            "One that becomes due while another is evaluated takes the place of one that waits.",
+        ),
+    ] = 10
+    samples: Annotated[int, Meta(ge=1, description="Completions per task; pass@k is known up to this k.")] = 1
+    limit: Annotated[int, Meta(ge=0, description="Only the first so many tasks. 0: all.")] = 0
+    success: Annotated[
+        float, Meta(description="A completion whose reward is at least this counts as a success in pass@k.")
+    ] = 1.0
+    rewards: Annotated[
+        list[str], Meta(description="Reward functions of evaluations. Empty: those of [environment], with its weights.")
+    ] = []
+    reward_weights: Annotated[
+        list[float], Meta(description="One weight per function of evaluation.rewards. Empty: all 1.")
+    ] = []
+    max_new_tokens: Annotated[
+        AtLeastOne | None, Meta(description="The longest reply, in tokens. Leave out: sampling.max_new_tokens.")
+    ] = None
+    temperature: Annotated[Temperature | None, Meta(description="0 is greedy. Leave out: sampling.temperature.")] = None
+    top_p: Annotated[
+        Probability | None,
+        Meta(description="Sample from the likeliest tokens that have this probability together. Leave out: 1."),
+    ] = None
+
+
 class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """One run, whole."""
 
@@ -402,6 +450,7 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     sampling: SamplingSection = msgspec.field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = msgspec.field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = msgspec.field(default_factory=OptimizerSection)
+    evaluation: EvaluationSection = msgspec.field(default_factory=EvaluationSection)
     lora: LoraSection = msgspec.field(default_factory=LoraSection)
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     storage: StorageSection = msgspec.field(default_factory=StorageSection)
@@ -409,6 +458,7 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
 
     def __post_init__(self) -> None:
         """Fill in what one section takes from another. Raises ValueError for shaping over more than a completion."""
+        self._fill_evaluation()
         algorithm = self.algorithm
         if algorithm.normalisation == "constant" and algorithm.normalisation_length is None:
             filled = msgspec.structs.replace(algorithm, normalisation_length=self.max_completion_tokens)
@@ -418,6 +468,45 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
                 f"algorithm.overlong_buffer: expected at most {self.max_completion_tokens}, the longest possible "
                 f"completion, got {algorithm.overlong_buffer}"
             )
+
+    def _fill_evaluation(self) -> None:
+        section = self.evaluation
+        filled = msgspec.structs.replace(
+            section,
+            max_new_tokens=section.max_new_tokens or self.sampling.max_new_tokens,
+            temperature=self.sampling.temperature if section.temperature is None else section.temperature,
+            top_p=1.0 if section.top_p is None else section.top_p,
+        )
+        msgspec.structs.force_setattr(self, "evaluation", filled)
+        if self.fleet.eval_slots is None:
+            fleet = msgspec.structs.replace(self.fleet, eval_slots=1 if section.source else 0)
+            msgspec.structs.force_setattr(self, "fleet", fleet)
+
+    @property
+    def evaluation_tasks(self) -> TasksSection:
+        """Where held-out tasks come from; they have the prompt column of the run's tasks."""
+        return msgspec.structs.replace(
+            self.tasks,
+            source=self.evaluation.source,
+            split=self.evaluation.split,
+            arguments=self.evaluation.arguments,
+            shuffle=False,
+        )
+
+    @property
+    def evaluation_environment(self) -> EnvironmentSection:
+        """How an episode of an evaluation goes, and what it is worth."""
+        evaluation = self.evaluation
+        if not evaluation.rewards:
+            return self.environment
+        return msgspec.structs.replace(
+            self.environment, rewards=evaluation.rewards, reward_weights=evaluation.reward_weights
+        )
+
+    @property
+    def user_code(self) -> list[str]:
+        """The names of the user's code that runs on actors."""
+        return list(dict.fromkeys([*self.environment.user_code, *self.evaluation.rewards]))
 
     @property
     def max_completion_tokens(self) -> int:
@@ -438,7 +527,7 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
     @property
     def adapter_slots(self) -> int:
         """Adapter slots this run needs on every replica: the live window, one loading, one leaving, evaluation."""
-        return self.algorithm.max_staleness + 2 + self.fleet.eval_slots
+        return self.algorithm.max_staleness + 2 + (self.fleet.eval_slots or 0)
 
 
 def fleet_of(model: str) -> str:

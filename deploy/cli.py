@@ -406,6 +406,31 @@ async def plot(services: Any, run: str, figures: tuple[str, ...], out: Path | No
     await queries.plot(services, run, figures, out, as_json)
 
 
+@cli.command("eval")
+@click.argument("version", metavar="RUN[@VERSION]")
+@click.argument("tasks")
+@click.option("--samples", type=click.IntRange(min=1), help="Completions per task. Default: the run's, or 1.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many tasks.")
+@click.option("--split", help="Which split of a dataset directory. Default: the run's, or test.")
+@click.option("--success", type=float, help="Rewards from here on count as a success in pass@k. Default: the run's.")
+@click.option("--temperature", type=click.FloatRange(0, 10), help="0 is greedy. Default: the run's.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Default: the run's, or 1.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="The longest reply. Default: the run's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@query
+async def evaluate(services: Any, version: str, tasks: str, as_json: bool, **chosen: Any) -> None:
+    """Evaluate a version of a run on TASKS (what tasks.source may be), on the fleet that is up.
+
+    Works for any version whose adapter is in the store, also of a run that is over; 0 is the base model. The fleet's
+    replicas load exactly that version meanwhile, its actors attempt the tasks. Exit code 6 without a result.
+
+    Example:  farflung eval addition@12 held-out.jsonl --samples 8
+    """
+    from deploy import evaluating
+
+    await evaluating.evaluate(services, version, tasks, chosen, as_json)
+
+
 @cli.group()
 def runs() -> None:
     """List, pause, resume, stop, replay or delete runs."""

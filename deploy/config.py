@@ -67,6 +67,7 @@ def _contradictions(spec: RunSpec) -> typing.Iterator[str]:
             f"fleet.max_inflight: expected at least algorithm.group_size ({algorithm.group_size}), since a group runs "
             f"at once on one actor; got {fleet.max_inflight}"
         )
+    yield from _evaluation_contradictions(spec)
     if environment.group_timeout < environment.episode_timeout:
         yield (
             f"environment.group_timeout: expected at least episode_timeout ({environment.episode_timeout:g}), "
@@ -76,6 +77,27 @@ def _contradictions(spec: RunSpec) -> typing.Iterator[str]:
         yield (
             f"fleet.min_replicas: expected at most fleet.actors ({fleet.actors}), since each actor hosts one replica; "
             f"got {fleet.min_replicas}"
+        )
+
+
+def _evaluation_contradictions(spec: RunSpec) -> typing.Iterator[str]:
+    evaluation, fleet = spec.evaluation, spec.fleet
+    if evaluation.reward_weights and len(evaluation.reward_weights) != len(evaluation.rewards):
+        yield (
+            f"evaluation.reward_weights: expected one weight for each of the {len(evaluation.rewards)} functions in "
+            f"evaluation.rewards, got {len(evaluation.reward_weights)}"
+        )
+    if not evaluation.source:
+        return
+    if evaluation.samples > fleet.max_inflight:
+        yield (
+            f"evaluation.samples: expected at most fleet.max_inflight ({fleet.max_inflight}), since a task's "
+            f"completions run at once on one actor; got {evaluation.samples}"
+        )
+    if not fleet.eval_slots:
+        yield (
+            "fleet.eval_slots: expected at least 1 with evaluation.source, since a version stays loaded until it is "
+            f"evaluated; got {fleet.eval_slots}. Leave it out, or leave out evaluation.source"
         )
 
 

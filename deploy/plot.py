@@ -7,7 +7,9 @@ from pathlib import Path
 
 from broker.errors import ConfigError
 
-CURVES = ("reward", "k3", "ratio", "entropy", "length", "staleness", "grad_norm", "tokens_per_second", "mfu")
+CURVES = (
+    "reward", "eval_reward", "k3", "ratio", "entropy", "length", "staleness", "grad_norm", "tokens_per_second", "mfu",
+)  # fmt: skip
 """What is drawn unless told otherwise: whether it learns, whether it is stable, whether the hardware is used."""
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

@@ -33,6 +33,8 @@ from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
 from deploy.snapshot import Snapshot, snapshot_of
 from deploy.view import print_status
+from learner.evaluation import Evaluation
+from learner.evaluations import newest_result, results_of
 from learner.history import history_of, newest_head, prefix_of
 from learner.ledger import Ledger
 from learner.lineage import lineage
@@ -92,7 +94,7 @@ async def _present(registry: Registry) -> list[Node]:
     return nodes
 
 
-async def _head(services: Services, run: str) -> Head:
+async def head_of(services: Services, run: str) -> Head:
     found = await services.registry.head(run)
     if found is None:
         there = ", ".join(head.run for head in await services.registry.heads()) or "none"
@@ -102,22 +104,33 @@ async def _head(services: Services, run: str) -> Head:
 
 async def status(services: Services, run: str | None, as_json: bool) -> None:
     """Runs, versions, ledger and nodes."""
-    heads = [await _head(services, run)] if run else await services.registry.heads()
+    heads = [await head_of(services, run)] if run else await services.registry.heads()
     nodes = await _present(services.registry)
     snapshots = [snapshot_of(head, nodes) for head in heads]
     closed = [await _closed(services, snapshot) for snapshot in snapshots]
+    evaluated = [await _newest_evaluation(services, head) for head in heads]
     known = {node.id for snapshot in snapshots for node in snapshot.nodes}
     if as_json:
         plain = {
             "runs": [
-                snapshot.to_plain() | {"ledger": ledger, "tails": tails}
-                for snapshot, (ledger, tails) in zip(snapshots, closed, strict=True)
+                snapshot.to_plain()
+                | {"ledger": ledger, "tails": tails, "evaluation": result.flat() if result is not None else None}
+                for snapshot, (ledger, tails), result in zip(snapshots, closed, evaluated, strict=True)
             ],
             "other_nodes": [msgspec.to_builtins(node) for node in nodes if node.id not in known],
         }
         click.echo(json.dumps(plain))
         return
-    print_status(services.console, snapshots, closed, len([node for node in nodes if node.id not in known]))
+    elsewhere = len([node for node in nodes if node.id not in known])
+    print_status(services.console, snapshots, closed, evaluated, elsewhere)
+
+
+async def _newest_evaluation(services: Services, head: Head) -> Evaluation | None:
+    try:
+        return await newest_result(services.store, head)
+    except StoreError as error:
+        click.echo(f"the evaluations of run {head.run} cannot be read: {error}", err=True)
+        return None
 
 
 async def _closed(services: Services, snapshot: Snapshot) -> tuple[dict[str, int], dict[str, float]]:
@@ -154,7 +167,7 @@ async def runs_list(services: Services, as_json: bool) -> None:
 
 async def control(services: Services, run: str, wanted: Literal["run", "pause", "stop", "delete"]) -> None:
     """Ask something of a run's learner."""
-    head = await _head(services, run)
+    head = await head_of(services, run)
     await services.registry.put_control(Control(run=run, wanted=wanted))
     present = any(node.id == head.learner for node in await _present(services.registry))
     verb = {"run": "goes on", "pause": "pauses", "stop": "stops after its step", "delete": "stops"}[wanted]
@@ -167,7 +180,7 @@ async def replay(services: Services, run: str, model: str | None, as_json: bool)
     from learner.replay import StepReplayed, require_identical
     from learner.replay import replay as make_again
 
-    head = await _head(services, run)
+    head = await head_of(services, run)
     files = await asyncio.to_thread(resolve, model or str(head.spec["run"]["model"]), services.console.print)
 
     def show(step: StepReplayed) -> None:
@@ -190,7 +203,7 @@ async def plot(services: Services, run: str, names: Sequence[str], out: Path | N
     """Draw the figures of every commit that the store still has. Raises ConfigError before the first step."""
     from deploy.plot import CURVES, png_plot, terminal_plot, values_of
 
-    head = await _head(services, run)
+    head = await head_of(services, run)
     records: list[Mapping[str, float]] = []
     with suppress(ObjectMissing):  # older commits may have been swept
         async for _, checkpoint in lineage(services.store, head.checkpoint):
@@ -201,7 +214,10 @@ async def plot(services: Services, run: str, names: Sequence[str], out: Path | N
         for record in records:
             click.echo(json.dumps(record))
         return
-    chosen = list(names) or [name for name in CURVES if name in records[-1]]
+    evaluations = await results_of(services.registry, services.store, head)
+    told = [{f"eval_{name}": value for name, value in result.numbers().items()} for result in evaluations]
+    chosen = list(names) or [name for name in CURVES if name in records[-1] or any(name in figures for figures in told)]
+    records += [{"step": result.step, **figures} for result, figures in zip(evaluations, told, strict=True)]
     for name in chosen:
         steps, values = values_of(records, name)
         services.console.print(f"{name}, steps {steps[0]:.0f} to {steps[-1]:.0f}, last {values[-1]:.4g}", markup=False)
@@ -222,7 +238,7 @@ async def delete(services: Services, run: str) -> None:
     if await services.registry.head(run) is None and (lost := await newest_head(services.store, run, history)):
         head = lost  # the broker has lost it
     else:
-        head = await _head(services, run)
+        head = await head_of(services, run)
     await services.registry.put_control(Control(run=run, wanted="delete"))
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.node == "learner" and node.run == run for node in await _present(services.registry)):
@@ -242,8 +258,8 @@ async def delete(services: Services, run: str) -> None:
 
 async def adapters_list(services: Services, run: str, as_json: bool) -> None:
     """Every version of a run's present incarnation."""
-    head = await _head(services, run)
-    records = await _records(services, head)
+    head = await head_of(services, run)
+    records = await records_of(services, head)
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(record) for record in records]))
         return
@@ -264,7 +280,7 @@ def _state(record: VersionRecord, head: Head) -> str:
     return "loaded" if version in {ref.version for ref in head.live} else record.state
 
 
-async def _records(services: Services, head: Head) -> list[VersionRecord]:
+async def records_of(services: Services, head: Head) -> list[VersionRecord]:
     found = await services.registry.versions(head.run)
     return [
         record for record in found if record.incarnation == head.incarnation and record.adapter.version <= head.head
@@ -273,8 +289,8 @@ async def _records(services: Services, head: Head) -> list[VersionRecord]:
 
 async def adapters_pull(services: Services, run: str, target: Path, number: int | None, merge: bool) -> None:
     """Fetch one version; verified by its sha256."""
-    head = await _head(services, run)
-    records = {record.adapter.version: record for record in await _records(services, head)}
+    head = await head_of(services, run)
+    records = {record.adapter.version: record for record in await records_of(services, head)}
     wanted = head.head if number is None else number
     if wanted not in records:
         there = f"{min(records)} to {max(records)}" if records else "none: no step was made yet"
@@ -318,7 +334,7 @@ async def _group_objects(services: Services, head: Head) -> list[tuple[str, floa
 
 async def trajectories_list(services: Services, run: str, limit: int, as_json: bool) -> None:
     """The newest stored groups, with their rewards."""
-    head = await _head(services, run)
+    head = await head_of(services, run)
     chosen = (await _group_objects(services, head))[:limit]
     groups = [Group.from_blob(await services.store.read(key)) for _, _, key in chosen]
     if as_json:
@@ -340,7 +356,7 @@ async def trajectories_list(services: Services, run: str, limit: int, as_json: b
 
 async def trajectories_show(services: Services, run: str, id: str | None, tokens: bool, as_json: bool) -> None:
     """One group's episodes."""
-    head = await _head(services, run)
+    head = await head_of(services, run)
     objects = await _group_objects(services, head)
     keys = [key for group, _, key in objects if id is None or group == id]
     if not keys:

@@ -76,6 +76,7 @@ class Up:
         self._rewards: list[float] = []
         self._read_to = 0
         self._said_details: dict[str, str] = {}
+        self._said_evaluation = -1.0
         self._once = [
             *(["--restart"] if options.restart else []),
             *([f"--from={options.origin}"] if options.origin else []),
@@ -306,6 +307,11 @@ class Up:
     def _show_lines(self, snapshot: Snapshot | None) -> None:
         for step in self._new_steps():
             self._say(view.step_line(step, snapshot))
+        version = snapshot.gauge("eval_version", -1.0) if snapshot is not None else -1.0
+        if snapshot is not None and snapshot.learner is not None and version not in (-1.0, self._said_evaluation):
+            self._said_evaluation = version
+            for line in view.evaluation_lines(snapshot.learner.gauges)[:1]:
+                self._say(line)
         for node in snapshot.nodes if snapshot is not None else ():
             if node.detail and node.detail != self._said_details.get(node.id):
                 self._said_details[node.id] = node.detail

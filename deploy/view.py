@@ -13,6 +13,7 @@ from rich.text import Text
 
 from broker.messages import Node
 from deploy.snapshot import Snapshot
+from learner.evaluation import Evaluation, sentence
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -100,11 +101,26 @@ def live(snapshot: Snapshot | None, rewards: Sequence[float], starting: str) -> 
         _components(snapshot),
     ]
     gauges = snapshot.learner.gauges if snapshot.learner else {}
+    parts += [Text(line) for line in evaluation_lines(gauges)]
     parts += [Text(line, style="dim") for line in lost_lines(gauges, gauges)]
     detail = snapshot.learner.detail if snapshot.learner else "the learner is not there"
     if detail:
         parts.append(Text(detail, style="yellow"))
     return Panel(Group(*parts), title=f"farflung · {head.run} · {head.state}")
+
+
+def evaluation_lines(gauges: Mapping[str, float]) -> list[str]:
+    """The learner's last evaluation and the one under way, as far as there are any."""
+    lines = []
+    if "eval_version" in gauges:
+        figures = {name.removeprefix("eval_"): value for name, value in gauges.items() if name.startswith("eval_")}
+        lines.append(f"evaluation of version {figures['version']:.0f}: {sentence(figures)}")
+    if "evaluating" in gauges:
+        lines.append(
+            f"evaluating version {gauges['evaluating']:.0f}: {gauges['evaluating_done']:.0f} of "
+            f"{gauges['evaluating_tasks']:.0f} tasks"
+        )
+    return lines
 
 
 def _groups(snapshot: Snapshot) -> str:
@@ -156,28 +172,36 @@ def _doing(node: Node) -> str:
         case "learner":
             return f"step {gauge('step', 0):.0f}, {gauge('buffered', 0):.0f} groups buffered"
         case "actor":
-            return f"{gauge('episodes', 0):.0f} of {node.capacity} episodes"
+            evaluating = f", {gauge('evaluating', 0):.0f} of an evaluation" if gauge("evaluating") else ""
+            return f"{gauge('episodes', 0):.0f} of {node.capacity} episodes{evaluating}"
         case "replica":
             adapters = f"{len(node.confirmed)} of {node.slots} adapters"
             return f"{gauge('running', 0):.0f} running, {gauge('tokens_per_second', 0):.0f} tok/s, {adapters}"
         case "router":
             return f"{gauge('inflight', 0):.0f} in flight, {gauge('waiting', 0):.0f} waiting"
+        case "evaluator":
+            done, tasks = gauge("evaluating_done", 0.0), gauge("evaluating_tasks", 0.0)
+            return f"version {gauge('evaluating', 0):.0f}: {done:.0f} of {tasks:.0f} tasks" if tasks else ""
 
 
 def print_status(
     console: Console,
     snapshots: Sequence[Snapshot],
     closed: Sequence[tuple[Mapping[str, int], Mapping[str, float]]],
+    evaluated: Sequence[Evaluation | None],
     nodes_elsewhere: int,
 ) -> None:
-    """`farflung status` for people. `closed`: each run's ledger, and the lengths and durations of its groups."""
+    """`farflung status` for people. `closed`: each run's ledger, and the lengths and durations of its groups;
+    `evaluated`: its newest evaluation."""
     if not snapshots:
         console.print("no runs yet; start one with `farflung up CONFIG` or `farflung learner CONFIG`")
-    for snapshot, (ledger, tails) in zip(snapshots, closed, strict=True):
+    for snapshot, (ledger, tails), result in zip(snapshots, closed, evaluated, strict=True):
         console.print(live(snapshot, [], ""))
         versions = ", ".join(f"{ref.version}" for ref in snapshot.head.live) or "base only"
         console.print(f"  versions kept loaded: {versions}    incarnation {snapshot.head.incarnation}")
         console.print("  groups: " + ", ".join(f"{number} {name}" for name, number in ledger.items()))
+        if result is not None and snapshot.learner is None:
+            console.print(f"  evaluation of version {result.version}: {sentence(result.numbers())}", markup=False)
         for line in lost_lines(ledger, tails):
             console.print(f"  {line}")
     if nodes_elsewhere:

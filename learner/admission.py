@@ -28,7 +28,7 @@ def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) 
     needs = {spec.run.name: spec.adapter_slots}
     for head in heads:
         if head.fleet == spec.fleet_name and head.run != spec.run.name and head.state == "running":
-            evaluation = int(head.spec.get("fleet", {}).get("eval_slots", 0))
+            evaluation = int(head.spec.get("fleet", {}).get("eval_slots") or 0)
             needs[head.run] = head.max_staleness + 2 + evaluation
     total = sum(needs.values())
     parts = " + ".join(f"{number} ({run})" for run, number in needs.items())
@@ -37,7 +37,7 @@ def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) 
             raise ConfigError(
                 f"fleet {spec.fleet_name}: replica {node.id} holds {node.slots} adapters, but {parts} = {total} are "
                 f"needed (max_staleness + 2 + eval_slots per run). Start replicas with --adapter-slots {total}, or "
-                "lower algorithm.max_staleness"
+                "lower algorithm.max_staleness or fleet.eval_slots"
             )
 
 

@@ -36,11 +36,11 @@ class Origin:
     version: int | None
 
     @classmethod
-    def parse(cls, text: str) -> Origin:
-        """Read `RUN`, `RUN@latest` or `RUN@VERSION`. Raises ConfigError."""
+    def parse(cls, text: str, option: str = "--from") -> Origin:
+        """Read `RUN`, `RUN@latest` or `RUN@VERSION`, which stands for `option`. Raises ConfigError."""
         run, _, version = text.partition("@")
         if not run or (version not in ("", "latest") and not version.isdecimal()):
-            raise ConfigError(f"--from {text}: expected RUN, RUN@latest or RUN@VERSION, such as addition@12")
+            raise ConfigError(f"{option} {text}: expected RUN, RUN@latest or RUN@VERSION, such as addition@12")
         return cls(run, int(version) if version.isdecimal() else None)
 
 

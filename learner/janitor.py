@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import nats.errors
 import nats.js.errors
@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from broker import faults, names
 from broker.bus import MAX_DELIVERIES, Bus, ConsumerGone, advisory_sequence
 from broker.errors import ConnectionFailed, Fenced, MalformedMessage, ObjectMissing, StoreError
-from broker.messages import BlobRef
+from broker.messages import AdapterRef, BlobRef
 from broker.runspec import RunSpec
 from broker.store import Store, reference
 from learner.ledger import Ledger, Outcome
@@ -73,8 +73,10 @@ class Janitor:
         weights_of: Callable[[int], bytes | None],
         issue_again: Callable[[str, int], Awaitable[None]],
         in_hand: Callable[[str], bool],
+        evaluated: Callable[[], Iterable[AdapterRef]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`evaluated`: versions that are being evaluated, or wait for it: their adapters stay."""
         self._bus = bus
         self._store = store
         self._session = session
@@ -84,6 +86,7 @@ class Janitor:
         self._weights_of = weights_of
         self._issue_again = issue_again
         self._in_hand = in_hand
+        self._evaluated = evaluated
         self._missing: set[str] = set()
         self._clock = clock
         self._leases = Leases(OVERDUE_FACTOR * spec.environment.group_timeout)
@@ -206,7 +209,8 @@ class Janitor:
             checkpoints = await self._store.list(f"{prefix}/checkpoints/")
             copies = await self._store.list(f"{names.history_prefix(head.run)}/")
             now = max((written for _, written in [*groups, *versions, *checkpoints]), default=0.0)
-            kept = {ref.key for ref in head.live} | {ref.key for ref in (head.adapter, head.checkpoint) if ref}
+            kept = {ref.key for ref in (*head.live, *self._evaluated())}
+            kept |= {ref.key for ref in (head.adapter, head.checkpoint) if ref}
             doomed = removable_groups(
                 groups,
                 open_groups=self._ledger.open_ids().keys(),

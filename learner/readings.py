@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from learner.batch import BatchFigures
 from learner.truth import TruthReport
@@ -54,14 +54,14 @@ def step_figures(
 
 
 class StepLog:
-    """Appends steps to `steps.jsonl` in `directory`; without a directory, nowhere.
+    """Appends steps to `steps.jsonl` in `directory`, or other records to a file `name`; without a directory, nowhere.
 
     Whoever begins, or goes on, puts a file of its own in the place of the one that was there. So a learner that was
     displaced without knowing it writes into a file that nobody sees any more.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = directory / STEP_LOG if directory is not None else None
+    def __init__(self, directory: Path | None, name: str = STEP_LOG) -> None:
+        self._path = directory / name if directory is not None else None
         self._file: IO[str] | None = None
 
     def begin(self) -> None:
@@ -96,8 +96,8 @@ class StepLog:
             self._file.close()
             self._file = None
 
-    def append(self, record: Mapping[str, float]) -> None:
-        """Log one step."""
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Log one step, or whatever the file is of."""
         if self._path is None:
             return
         if self._file is None:

@@ -34,6 +34,7 @@ from broker.errors import (
     ObjectMissing,
     RegistryConflict,
     RunFailed,
+    TaskSourceError,
 )
 from broker.messages import AdapterRef, BlobRef, Control, Node
 from broker.models import ModelFiles
@@ -49,6 +50,8 @@ from learner.buffer import Buffer, Held
 from learner.checkpoint import Checkpoint, TrainedGroup
 from learner.claim import Claim, claim, finished
 from learner.credit import CreditRule
+from learner.evaluations import EVALUATION_LOG, Evaluations
+from learner.evaluator import Evaluator
 from learner.feeder import Feeder
 from learner.imported import read_adapter
 from learner.intake import Intake
@@ -61,7 +64,7 @@ from learner.readings import StepLog, step_figures
 from learner.session import Session
 from learner.summary import TARGET_STEPS, Finished, summarize, summary_of
 from learner.tails import Tails
-from learner.tasks import check_lengths, load_tasks
+from learner.tasks import TaskSource, check_lengths, load_tasks
 from learner.trackers import Trackers
 from learner.training import arithmetic, new_policy, train
 from learner.truth import TruthReport
@@ -113,6 +116,7 @@ class Learner:
         self.id = id
         self._roots = roots
         self._steps = StepLog(directory)
+        self._evaluation_log = StepLog(directory, EVALUATION_LOG)
         self._directory = directory
         self._threads = threads
         self._restart = restart
@@ -152,6 +156,7 @@ class Learner:
         self._intake: Intake
         self._activator: Activator
         self._janitor: Janitor
+        self._evaluations: Evaluations
         self._roster: Roster
         self._heads: Heads
 
@@ -193,6 +198,7 @@ class Learner:
             await self._heads.close()
             await self._registry.remove_node(self.id)
             self._steps.close()
+            self._evaluation_log.close()
             if hasattr(self, "_trackers"):
                 self._trackers.close()
             self._compute.shutdown(wait=False, cancel_futures=True)
@@ -209,17 +215,20 @@ class Learner:
             )
         )
         self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
+        self._held_out = self._load_held_out()
         if not environment.environment:
-            await asyncio.to_thread(
-                check_lengths,
-                self._source,
-                ChatTokenizer.from_directory(self._model.directory),
-                self._model.context,
-                CHECKED_TASKS,
-                prompt_column=self.spec.tasks.prompt_column,
-                system_prompt=environment.system_prompt,
-            )
-        code = {name: source_hash(name, self._roots) for name in environment.user_code}
+            for source in (self._source, self._held_out):
+                if source is not None:
+                    await asyncio.to_thread(
+                        check_lengths,
+                        source,
+                        ChatTokenizer.from_directory(self._model.directory),
+                        self._model.context,
+                        CHECKED_TASKS,
+                        prompt_column=self.spec.tasks.prompt_column,
+                        system_prompt=environment.system_prompt,
+                    )
+        code = {name: source_hash(name, self._roots) for name in self.spec.user_code}
         replicas = self._roster.present("replica", self.spec.fleet_name)
         check_slots(self.spec, self._heads.heads.values(), replicas)
         check_ranks(self.spec, replicas)
@@ -248,6 +257,19 @@ class Learner:
             take_over=self._take_over,
             branch=branch,
         )
+
+    def _load_held_out(self) -> TaskSource | None:
+        """The tasks of evaluations, None when there are to be none. Raises TaskSourceError and its kin."""
+        section = self.spec.evaluation
+        if not section.source:
+            return None
+        needs_prompt = not self.spec.environment.environment
+        source = load_tasks(self.spec.evaluation_tasks, self._roots, needs_prompt=needs_prompt, where="evaluation.")
+        if source.length is None and not section.limit:
+            raise TaskSourceError(
+                f"evaluation.source: {section.source} has no end; set evaluation.limit to the number of tasks to take"
+            )
+        return source
 
     async def _prepare(self, claimed: Claim) -> None:
         """Streams, state, policy, and the tasks and groups that the broker still holds."""
@@ -305,6 +327,25 @@ class Learner:
             on_active=self._credit_changed.set,
             clock=self._clock,
         )
+        self._evaluations = Evaluations(
+            Evaluator(
+                self._bus,
+                self._roster,
+                node=self.id,
+                fleet=self.spec.fleet_name,
+                announce=lambda: self._registry.put_node(self._node()),
+                clock=self._clock,
+            ),
+            self._registry,
+            self._store,
+            self.spec,
+            self._held_out,
+            head=lambda: self._session.head,
+            put=self._session.put,
+            log=self._evaluation_log,
+            trackers=self._trackers,
+            on_end=self._groups_changed.set,
+        )
         self._janitor = Janitor(
             self._bus,
             self._store,
@@ -315,6 +356,7 @@ class Learner:
             weights_of=self._verifier.weights_of,
             issue_again=lambda group, index: self._feeder.issue_again(group, index, self._session.head.active),
             in_hand=lambda group: self._intake.holds(group) or group in self._feeder.publishing,
+            evaluated=lambda: [*self._evaluations.needed, *self._roster.pinned(self.spec.fleet_name)],
             clock=self._clock,
         )
         self._began = self._clock()
@@ -398,6 +440,7 @@ class Learner:
                 ("activate", self._activator.run()),
                 ("announce", self._announce()),
                 ("look after", self._janitor.run()),
+                ("evaluate", self._evaluations.run()),
             )
         ]
         training = asyncio.create_task(self._train(), name="train")
@@ -465,6 +508,7 @@ class Learner:
             await self._step(batch, wait=self._clock() - waited)
         if self._done():
             await self._wait_for_activation()
+            await self._evaluate_last()
             await self._session.write(state="finished", learner="", detail="")
         else:
             await self._session.write(state="stopped", learner="", detail="stopped by request")
@@ -485,6 +529,16 @@ class Learner:
                 while self._session.head.active < self._session.head.head:
                     await self._credit_changed.wait()
                     self._credit_changed.clear()
+
+    async def _evaluate_last(self) -> None:
+        """The last version is evaluated whatever its number; the run is finished when that is done."""
+        head = self._session.head
+        self._evaluations.published(head.head, head.adapter, head.step, last=True)
+        while not self._evaluations.idle and not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._groups_changed.wait()
+            self._groups_changed.clear()
 
     async def _next_batch(self) -> list[Held] | None:
         """The next step's groups, once there are enough; None when the run is to stop."""
@@ -548,6 +602,8 @@ class Learner:
         self._replaced.clear()
         if published:
             self._activator.wake.set()
+            made = self._session.head
+            self._evaluations.published(made.head, made.adapter, made.step)
         self._credit_changed.set()
         seconds["commit"] = self._clock() - trained
         self._note_step(batch, figures, stats, seconds, record)
@@ -732,7 +788,8 @@ class Learner:
 
     def _troubles(self) -> tuple[str, ...]:
         activation = self._activator.trouble or self._activator.left_behind()
-        return self._session.notice, self._session.trouble, self._feeder.trouble, activation
+        troubles = self._session.notice, self._session.trouble, self._feeder.trouble, activation
+        return (*troubles, self._evaluations.trouble)
 
     def _trouble(self) -> str:
         """What a person should know, empty when all is well."""
@@ -756,8 +813,9 @@ class Learner:
     def _node(self) -> Node:
         gauges: dict[str, float] = {"steps": float(self.spec.run.steps)}
         waits = self._session.trouble if hasattr(self, "_session") else ""
-        detail, ready = waits or self._detail, False
-        if hasattr(self, "_activator"):
+        detail, ready, pins = waits or self._detail, False, list[AdapterRef]()
+        if hasattr(self, "_evaluations"):
+            pins = self._evaluations.pins
             head = self._session.head
             detail, ready = self._trouble(), True
             gauges |= {
@@ -776,6 +834,7 @@ class Learner:
                 **self._last,
                 **self._tails.figures(),
                 **{name: float(number) for name, number in self._ledger.counts().items()},
+                **self._evaluations.gauges(),
             }
         return Node(
             id=self.id,
@@ -786,6 +845,7 @@ class Learner:
             state="ready" if ready else "joining",
             detail=detail,
             run=self.spec.run.name,
+            pins=pins,
             gauges=gauges,
         )
 

@@ -38,27 +38,30 @@ class TaskSource(Protocol):
         """The task at `index`, as plain data. Raises TaskSourceError."""
 
 
-def load_tasks(section: TasksSection, roots: Sequence[Path] = (), *, needs_prompt: bool = True) -> TaskSource:
+def load_tasks(
+    section: TasksSection, roots: Sequence[Path] = (), *, needs_prompt: bool = True, where: str = "tasks."
+) -> TaskSource:
     """Open the task source that `section` names; paths are relative to `roots`, in order, then the current folder.
 
-    `needs_prompt` is off when an environment class makes the prompts. Raises TaskSourceError when the source is
-    missing or empty, or when a line or row is not a task; UserCodeError when its class cannot be used.
+    `needs_prompt` is off when an environment class makes the prompts. `where`: what error messages put before the
+    section's keys. Raises TaskSourceError when the source is missing or empty, or when a line or row is not a task;
+    UserCodeError when its class cannot be used.
     """
     prompt_column = section.prompt_column if needs_prompt else None
     if ":" in section.source and not _find(section.source, roots):
-        return _ClassTasks(section, roots, prompt_column)
+        return _ClassTasks(section, roots, prompt_column, where)
     path = _find(section.source, roots)
     if path is None:
-        where = ", ".join(dict.fromkeys(str(root / section.source) for root in (*roots, Path.cwd())))
+        looked = ", ".join(dict.fromkeys(str(root / section.source) for root in (*roots, Path.cwd())))
         raise TaskSourceError(
-            f"tasks.source: {section.source!r} does not exist; looked for {where}. Give a .jsonl file, a Hugging Face "
-            "dataset directory, or a class as path/to/file.py:Name"
+            f"{where}source: {section.source!r} does not exist; looked for {looked}. Give a .jsonl file, a Hugging "
+            "Face dataset directory, or a class as path/to/file.py:Name"
         )
     if path.is_dir():
-        return _DatasetTasks(path, section.split, prompt_column)
+        return _DatasetTasks(path, section.split, prompt_column, where)
     if path.suffix not in (".jsonl", ".ndjson"):
-        raise TaskSourceError(f"tasks.source: expected a .jsonl file, got {path}. Write one JSON object per line")
-    return _JsonlTasks(path, prompt_column)
+        raise TaskSourceError(f"{where}source: expected a .jsonl file, got {path}. Write one JSON object per line")
+    return _JsonlTasks(path, prompt_column, where)
 
 
 def order(index: int, length: int | None, seed: int, shuffle: bool) -> int:
@@ -164,7 +167,7 @@ def _plain(value: object, where: str) -> Any:
 class _JsonlTasks:
     """One JSON object per line, blank lines skipped. Only the lines' offsets are held in memory."""
 
-    def __init__(self, path: Path, prompt_column: str | None) -> None:
+    def __init__(self, path: Path, prompt_column: str | None, where: str) -> None:
         self._path = path
         self._prompt_column = prompt_column
         self._offsets = array("Q")
@@ -178,7 +181,7 @@ class _JsonlTasks:
                     self._lines.append(number)
                 offset += len(line)
         if not self._offsets:
-            raise TaskSourceError(f"tasks.source: {path} holds no task. Write one JSON object per line")
+            raise TaskSourceError(f"{where}source: {path} holds no task. Write one JSON object per line")
 
     @property
     def length(self) -> int:
@@ -202,12 +205,12 @@ class _JsonlTasks:
 class _DatasetTasks:
     """A directory written by `Dataset.save_to_disk`, or one with parquet, JSON or CSV files."""
 
-    def __init__(self, path: Path, split: str, prompt_column: str | None) -> None:
+    def __init__(self, path: Path, split: str, prompt_column: str | None, where: str) -> None:
         try:
             import datasets
         except ImportError:
             raise TaskSourceError(
-                f"tasks.source: {path} is a directory, which the `datasets` library reads: "
+                f"{where}source: {path} is a directory, which the `datasets` library reads: "
                 "`pip install 'farflung[datasets]'`, or give a .jsonl file"
             ) from None
         saved = any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json"))
@@ -215,17 +218,17 @@ class _DatasetTasks:
             found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
         except Exception as error:
             raise TaskSourceError(
-                f"tasks.source: {path} is no dataset that the `datasets` library can read: {error}"
+                f"{where}source: {path} is no dataset that the `datasets` library can read: {error}"
             ) from error
         if isinstance(found, dict):
             if split not in found:
-                raise TaskSourceError(f"tasks.split: {path} has no split {split!r}; it has {', '.join(found)}")
+                raise TaskSourceError(f"{where}split: {path} has no split {split!r}; it has {', '.join(found)}")
             found = found[split]
         self._rows: Any = found
         self._path = path
         self._prompt_column = prompt_column
         if len(found) == 0:
-            raise TaskSourceError(f"tasks.source: split {split!r} of {path} holds no task")
+            raise TaskSourceError(f"{where}source: split {split!r} of {path} holds no task")
         self.row(0)
 
     @property
@@ -239,7 +242,7 @@ class _DatasetTasks:
 class _ClassTasks:
     """An object of the user's with `__getitem__(index)`, and `__len__` unless it has no end."""
 
-    def __init__(self, section: TasksSection, roots: Sequence[Path], prompt_column: str | None) -> None:
+    def __init__(self, section: TasksSection, roots: Sequence[Path], prompt_column: str | None, where: str) -> None:
         self._spec = spec = section.source
         self._prompt_column = prompt_column
         found: Any = load_object(spec, roots=roots)
@@ -248,21 +251,21 @@ class _ClassTasks:
                 found = found(**section.arguments)
             except Exception as error:
                 raise UserCodeError(
-                    f"tasks.source: {spec} could not be made with the arguments {section.arguments}: "
-                    f"{type(error).__name__}: {error}. Set tasks.arguments"
+                    f"{where}source: {spec} could not be made with the arguments {section.arguments}: "
+                    f"{type(error).__name__}: {error}. Set {where}arguments"
                 ) from error
         elif section.arguments:
-            raise ConfigError(f"tasks.arguments: {spec} is no class, so it takes no arguments; leave them out")
+            raise ConfigError(f"{where}arguments: {spec} is no class, so it takes no arguments; leave them out")
         if not hasattr(found, "__getitem__"):
             raise UserCodeError(
-                f"tasks.source: {spec} has no __getitem__, so tasks cannot be addressed by index and a run could not "
+                f"{where}source: {spec} has no __getitem__, so tasks cannot be addressed by index and a run could not "
                 "resume. Write `def __getitem__(self, index): return {...}` (and __len__ unless it has no end); an "
                 "iterable can be turned into a list, or written to a .jsonl file"
             )
         self._rows: Any = found
         self._length = len(self._rows) if hasattr(found, "__len__") else None
         if self._length == 0:
-            raise TaskSourceError(f"tasks.source: {spec} holds no task: its length is 0")
+            raise TaskSourceError(f"{where}source: {spec} holds no task: its length is 0")
         self.row(0)
 
     @property

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from broker.errors import ConfigError
 
@@ -22,9 +22,9 @@ PROJECT = "farflung"
 
 
 class Tracker(Protocol):
-    """Takes the figures of one step after the other."""
+    """Takes the figures of one step after the other; those of an evaluation come when later steps were told already."""
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def log(self, step: int, figures: Mapping[str, float], kind: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -36,9 +36,9 @@ class TensorBoard:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(str(directory / "tensorboard"))
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], kind: str) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -53,9 +53,16 @@ class WandB:
         self._run = wandb.init(
             project=PROJECT, id=run, name=run, dir=str(directory), config=dict(spec), resume="allow"
         )  # fmt: skip
+        # It takes no step that is behind the newest: an evaluation has an axis of its own.
+        self._run.define_metric("eval/step")
+        self._run.define_metric("eval/*", step_metric="eval/step")
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({f"train/{name}": value for name, value in figures.items()}, step=step)
+    def log(self, step: int, figures: Mapping[str, float], kind: str) -> None:
+        named = {f"{kind}/{name}": value for name, value in figures.items()}
+        if kind == "train":
+            self._run.log(named, step=step)
+        else:
+            self._run.log({**named, f"{kind}/step": step}, commit=False)
 
     def close(self) -> None:
         self._run.finish()
@@ -69,8 +76,8 @@ class MLflow:
         self._mlflow.set_experiment(PROJECT)
         self._mlflow.start_run(run_name=run)
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({f"train/{name}": value for name, value in figures.items()}, step=step)
+    def log(self, step: int, figures: Mapping[str, float], kind: str) -> None:
+        self._mlflow.log_metrics({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -83,8 +90,8 @@ class Trackio:
         self._trackio = importlib.import_module("trackio")
         self._trackio.init(project=PROJECT, name=run, config=dict(spec), resume="allow")
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._trackio.log({f"train/{name}": value for name, value in figures.items()}, step=step)
+    def log(self, step: int, figures: Mapping[str, float], kind: str) -> None:
+        self._trackio.log({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -115,15 +122,15 @@ class Trackers:
                     "it out"
                 ) from error
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Tell every tracker of a step, soon."""
+    def log(self, step: int, figures: Mapping[str, float], *, kind: Literal["train", "eval"] = "train") -> None:
+        """Tell every tracker of a step, or of the evaluation of the version it made, soon."""
         if self._trackers:
-            self._thread.submit(self._log, step, dict(figures))
+            self._thread.submit(self._log, step, dict(figures), kind)
 
-    def _log(self, step: int, figures: Mapping[str, float]) -> None:
+    def _log(self, step: int, figures: Mapping[str, float], kind: str) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.log(step, figures)
+                tracker.log(step, figures, kind)
             except Exception as error:  # noqa: BLE001
                 log.warning("tracker %s failed at step %d and is left out from here: %s", name, step, error)
                 del self._trackers[name]

@@ -69,6 +69,10 @@ def test_the_shipped_examples_are_valid() -> None:
         ("environment.group_timeout", 5.0, ["environment.group_timeout", "episode_timeout"]),
         ("fleet.max_inflight", 4, ["fleet.max_inflight", "group_size (8)"]),
         ("fleet.min_replicas", 2, ["fleet.min_replicas", "fleet.actors (1)"]),
+        ("evaluation.every", 0, ["evaluation.every", "0", "Versions whose number"]),
+        ("evaluation.top_p", 0.0, ["evaluation.top_p", "0.0"]),
+        ("evaluation.samples", 0, ["evaluation.samples", "Completions per task"]),
+        ("evaluation.reward_weights", [1.0], ["evaluation.reward_weights", "0 functions", "got 1"]),
         ("nonsense.key", 1, ["nonsense", "unknown key"]),
     ],
 )
@@ -79,6 +83,35 @@ def test_what_is_wrong_is_named_with_its_path_and_a_remedy(path: str, value: obj
     assert message.startswith("file.toml: ")
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("evaluation.samples", 99, ["evaluation.samples", "fleet.max_inflight (64)", "99"]),
+        ("fleet.eval_slots", 0, ["fleet.eval_slots", "at least 1 with evaluation.source"]),
+    ],
+)
+def test_an_evaluation_that_the_fleet_has_no_room_for_is_refused(path: str, value: object, words: list[str]) -> None:
+    section, _, key = path.partition(".")
+    plain: dict[str, Any] = {**GOOD, "evaluation": {"source": "held-out.jsonl"}}
+    plain[section] = {**plain.get(section, {}), key: value}
+    with pytest.raises(ConfigError) as caught:
+        check(plain, "file.toml")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_evaluation_is_sampled_and_scored_like_training_unless_told_otherwise() -> None:
+    plain = {**GOOD, "evaluation": {"source": "held-out.jsonl"}, "sampling": {"temperature": 0.7, "max_new_tokens": 33}}
+    spec = check(plain, "x")
+    assert (spec.evaluation.temperature, spec.evaluation.max_new_tokens, spec.evaluation.top_p) == (0.7, 33, 1.0)
+    assert spec.evaluation_environment == spec.environment
+    assert spec.evaluation_tasks.source == "held-out.jsonl"
+    own = check({**plain, "evaluation": {"source": "h", "rewards": ["e.py:strict"], "temperature": 0}}, "x")
+    assert own.evaluation.temperature == 0
+    assert own.evaluation_environment.rewards == ["e.py:strict"]
+    assert own.user_code == [*spec.environment.rewards, "e.py:strict"], "actors must have it, too"
+    assert check(tomllib.loads(render(own)), "printed") == own
 
 
 def test_an_objectives_defaults_are_filled_in_and_the_others_stay_empty() -> None:

@@ -69,6 +69,19 @@ def test_other_trackers_get_each_step_at_once_and_are_finished(
     assert told.calls[-1][0] == end
 
 
+@pytest.mark.parametrize(("name", "log"), [("wandb", "log"), ("mlflow", "log_metrics"), ("trackio", "log")])
+def test_an_evaluation_is_told_under_a_name_of_its_own_though_later_steps_were_told_before(
+    name: str, log: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = install(monkeypatch, name)
+    trackers = Trackers([name], "run", tmp_path, {})
+    trackers.log(7, {"reward": 0.5})
+    trackers.log(4, {"reward": 0.25}, kind="eval")
+    trackers.close()
+    last = {"wandb": (({"eval/reward": 0.25, "eval/step": 4},), {"commit": False})}
+    assert told.named(log)[-1] == last.get(name, (({"eval/reward": 0.25},), {"step": 4}))
+
+
 @pytest.mark.parametrize("name", list(TRACKERS))
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -87,7 +100,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError("no route")
 
-    run = SimpleNamespace(log=fail, finish=fail)
+    run = SimpleNamespace(log=fail, finish=fail, define_metric=lambda *arguments, **options: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))  # type: ignore[arg-type]
     trackers = Trackers(["wandb", "trackio"], "run", tmp_path, {})
     for step in (1, 2):

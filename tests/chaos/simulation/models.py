@@ -230,7 +230,9 @@ class PlayedWorkloads:
             return PlayedEnvironment(self._trouble)
 
         factory: Any = _Factory(make, PlayedRewards())
-        return Workload(run=head.run, incarnation=head.incarnation, spec=self._spec, factory=factory)
+        return Workload(
+            run=head.run, incarnation=head.incarnation, spec=self._spec, factory=factory, evaluation=factory
+        )
 
 
 @dataclass(frozen=True)
