@@ -78,6 +78,12 @@ NOT_THERE_YET_SECONDS = 30.0
 NOT_THERE_YET_PAUSE = 0.5
 """How long until the store is asked again meanwhile."""
 
+EVENT_BYTES = 256 * 1024
+"""Block hashes that a report holds at most: a broker takes messages of 1 MB unless it is told otherwise."""
+
+EVENT_BACKLOG = 16 * EVENT_BYTES
+"""Block hashes that wait to be reported at most; when there are more, all that was told is taken back."""
+
 LOAD_ATTEMPTS = 2
 """An adapter that failed to load this often is refused, with the reason."""
 
@@ -286,9 +292,7 @@ class Replica:
             self._report.clear()
             health = await self._engine.health()
             self._block = health.block
-            if isinstance(self._engine, PublishesCache):
-                self._cache_events += self._engine.cache_events()
-            events, self._cache_events = self._cache_events, []
+            events = self._take_events()
             if self._notice(health):
                 self._registry_changed.set()
             completed, self._completed = self._completed, []
@@ -311,6 +315,24 @@ class Replica:
                 self._cache_events = events + self._cache_events
                 log.info("load report not sent: %s", error)
                 await asyncio.sleep(BEAT_SECONDS)
+
+    def _take_events(self) -> list[CacheEvent]:
+        """What the engine said of its cache, as much as a report holds; the rest follows at once."""
+        if not isinstance(self._engine, PublishesCache):
+            return []
+        waiting = self._cache_events + self._engine.cache_events()
+        if sum(len(event.blocks) for event in waiting) > EVENT_BACKLOG:
+            log.warning("replica %s: too much of the cache's changes waits to be told, taking all back", self.id)
+            waiting = [CacheEvent("cleared")]
+        size, count = 0, 0
+        for event in waiting:
+            size += len(event.blocks)
+            if count and size > EVENT_BYTES:
+                self._report.set()
+                break
+            count += 1
+        self._cache_events = waiting[count:]
+        return waiting[:count]
 
     # --------------------------------------------------------------------------------------------------- adapters
 

@@ -266,6 +266,12 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
     help="Use the vLLM server at this URL, which somebody else runs, after checking that it will do.",
 )
 @click.option("--engine-key", envvar="FARFLUNG_ENGINE_KEY", default="", help="What its --api-key wants.")
+@click.option(
+    "--engine-events",
+    envvar="FARFLUNG_ENGINE_EVENTS",
+    default="",
+    help="Where it publishes KV-cache events (its --kv-events-config): tcp://HOST:PORT",
+)
 @click.option("--engine-arg", multiple=True, help="A further flag for the vLLM server: --engine-arg=--enforce-eager")
 @click.option(
     "--vllm-python", envvar="FARFLUNG_VLLM_PYTHON", default="", help="The Python that has vLLM. Default: this one."

@@ -43,6 +43,7 @@ class ActorOptions:
     engine: str
     engine_url: str
     engine_key: str
+    engine_events: str
     engine_arg: Sequence[str]
     vllm_python: str
     dtype: str
@@ -255,6 +256,7 @@ async def _engine(
         options=VllmOptions(
             url=options.engine_url,
             key=options.engine_key,
+            events=options.engine_events,
             python=options.vllm_python,
             extra=options.engine_arg,
             dtype=options.dtype,

@@ -316,7 +316,7 @@ class Prefixes:
                     found.append(holds.slot)
             elif holds is not None:
                 found += [slot for slot, hold in holds.items() if start + hold.blocks > common and slot not in found]
-        return found
+        return [slot for slot in found if not self._mirrors[slot].gone or self.depth(match, slot)[0] > common]
 
     # ------------------------------------------------------------------------------------------------------- changing
 

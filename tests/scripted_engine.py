@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 from aiohttp import web
 
 Reply = web.StreamResponse
@@ -235,3 +236,41 @@ def sample(prompt: list[int], content: str, count: int) -> list[int]:
     """`count` tokens that depend on the prompt and on what computed them."""
     digest = hashlib.sha256(f"{prompt} {content}".encode()).digest()
     return [digest[index % len(digest)] for index in range(count)]
+
+
+class ScriptedPublisher:
+    """A publisher of KV-cache events, as a server that was started with --kv-events-config has one."""
+
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:*") -> None:
+        import zmq
+
+        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.bind(endpoint)
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.sequence = 0
+
+    def publish(self, *events: dict[str, Any]) -> None:
+        """One batch, as vLLM 0.32 writes it."""
+        body = {"ts": 1.5, "events": list(events), "data_parallel_rank": 0}
+        self._socket.send_multipart([b"", self.sequence.to_bytes(8, "big"), msgpack.packb(body)])
+        self.sequence += 1
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def stored(
+    hashes: list[bytes], tokens: list[int], *, parent: bytes | None = None, lora: str | None = None, salt: str = ""
+) -> dict[str, Any]:
+    """A BlockStored event for blocks of 32 tokens, which is what the scripted server says its blocks have."""
+    name = [lora] if lora else []
+    first = [*name, *([salt] if salt else [])]
+    return {
+        "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens,
+        "block_size": 32, "lora_id": 1 if lora else None, "medium": "GPU", "lora_name": lora,
+        "extra_keys": [(first if not number else name) or None for number in range(len(hashes))],
+    }  # fmt: skip
+
+
+def removed(*hashes: bytes) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}

@@ -6,6 +6,7 @@ that nothing else knows which it has.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import sys
@@ -18,6 +19,9 @@ from broker.errors import ConfigError
 from broker.models import ModelFiles
 
 log = logging.getLogger(__name__)
+
+LONGEST_SOCKET = 100
+"""Bytes that the path of a Unix socket may have, with some to spare: Linux takes 107, macOS 103."""
 
 
 def create_embedded(
@@ -52,10 +56,14 @@ def create_embedded(
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """How to get a vLLM server: at `url` (with `key`, if it wants one), or started by `python` with `extra` flags."""
+    """How to get a vLLM server: at `url` (with `key`, if it wants one), or started by `python` with `extra` flags.
+
+    `events`: a ZMQ address at which it publishes KV-cache events. Empty: a server that is started here is told to.
+    """
 
     url: str = ""
     key: str = ""
+    events: str = ""
     python: str = ""
     extra: Sequence[str] = ()
     dtype: str = "auto"
@@ -77,6 +85,9 @@ def create_vllm(
 
     needs = flags.Needs(rank=rank, slots=slots, context=context)
     seeds = False
+    events = options.events
+    if events and not _has_zmq():
+        raise ConfigError("--engine-events needs `pip install 'farflung[events]'`")
     flags.lora_rank(rank)
     if options.url:
         home: Home = Attached(options.url, key=options.key)
@@ -88,6 +99,9 @@ def create_vllm(
         config = json.loads((files.directory / "config.json").read_text())
         seeds = not program.cpu
         space = flags.cache_bytes(config, options.cache_tokens, dtype)
+        publish = ""
+        if not events and flags.publishes_events(program.version, options.extra):
+            publish = events = _events_address(scratch)
         log.info("starting vLLM %s in %s: adapters up to rank %d, %d slots", program.version, dtype, rank, slots)
         home = Supervised(
             lambda port: flags.command(
@@ -98,9 +112,30 @@ def create_vllm(
                 version=program.version,
                 dtype=dtype,
                 port=port,
+                events=publish,
                 extra=options.extra,
             ),
             lambda key: flags.environment(key=key, cpu=program.cpu, threads=options.threads, cache_bytes=space),
             log_file,
         )
-    return VllmEngine(home, files, needs, scratch, seeds=seeds)
+    return VllmEngine(home, files, needs, scratch, seeds=seeds, events=events)
+
+
+def _has_zmq() -> bool:
+    return importlib.util.find_spec("zmq") is not None
+
+
+def _events_address(scratch: Path) -> str:
+    """A socket in `scratch` for the KV-cache events, which hold prompts: no other user can read there as on a port.
+
+    Empty where events cannot be had: they only make placement better.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    address = scratch / "events"
+    if not _has_zmq():
+        log.info("no KV-cache events: `pip install 'farflung[events]'`")
+    elif len(str(address).encode()) > LONGEST_SOCKET:
+        log.info("no KV-cache events: the path %s is too long for a socket; set FARFLUNG_CACHE to a shorter", address)
+    else:
+        return f"ipc://{address}"
+    return ""

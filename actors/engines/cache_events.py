@@ -5,15 +5,16 @@ body `[time, events, rank]`. Each event is either an array that begins with its 
 `type`; the body too may be a map. Both are understood, field by field; an event of an unknown type is left out.
 
 vLLM names blocks by hashes of its own. `Tracker` remembers what chain each of them ends, and tells in our hashes
-(`broker.blocks`) what is stored, removed, cleared. A block whose beginning was not seen (the listener came late) is not
-told. A gap in the sequence numbers means that events were lost: everything told so far is taken back, which costs
-hits for a while and never a wrong belief.
+(`broker.blocks`) what is stored, removed, cleared. Whose prompts a block serves is asked of the engine, by the name of
+the adapter and the cache salt that took part in its hash: blocks that no request of ours can meet are not told. Nor is
+a block whose beginning was not seen (the listener came late). A gap in the sequence numbers means that events were
+lost: everything told so far is taken back, which costs hits for a while and never a wrong belief.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +22,17 @@ import msgpack
 import numpy as np
 
 from broker.blocks import START, Point, extend, usable_block
-from broker.errors import MalformedMessage
+from broker.errors import EngineError, MalformedMessage
 from broker.messages import CacheEvent
 
 log = logging.getLogger(__name__)
 
 BlockHash = int | bytes
 """How vLLM names a block."""
+
+Owner = Callable[[str | None, str], str | None]
+"""Whose prompts the blocks under an adapter's name (None: no adapter) and a cache salt (empty: none) serve, as our
+requests name it. Raises LookupError when no request of ours can meet them."""
 
 _FIELDS = {
     "BlockStored": (
@@ -48,8 +53,8 @@ class Stored(NamedTuple):
     tokens: list[int]
     block: int
     adapter: str | None
-    salted: bool
-    """A cache salt or the like took part in the hashes, so that token ids do not tell the blocks."""
+    salt: str
+    """What took part in the first block's hash beside its tokens and the adapter's name; empty: nothing."""
 
 
 class Removed(NamedTuple):
@@ -87,6 +92,8 @@ def _decode(raw: object) -> Event | None:
         raise MalformedMessage(f"expected a KV-cache event as an array or a map, got {str(raw)[:200]}")
     if fields.get("medium") not in (None, "GPU"):
         return None  # moved to or from another tier: what the GPU holds does not change by it
+    if fields.get("group_idx") not in (None, 0):
+        return None  # the same tokens in layers of another kind
     if kind == "AllBlocksCleared":
         return Cleared()
     if kind == "BlockRemoved":
@@ -96,7 +103,8 @@ def _decode(raw: object) -> Event | None:
     return None
 
 
-def _stored(fields: dict[str, Any]) -> Stored:
+def _stored(fields: dict[str, Any]) -> Stored | None:
+    """None for blocks that their tokens, adapter and salt do not tell."""
     hashes, tokens, block = _hashes(fields), fields.get("token_ids"), fields.get("block_size")
     parent, adapter = fields.get("parent_block_hash"), fields.get("lora_name")
     if not isinstance(block, int) or usable_block(block) != block:
@@ -109,9 +117,23 @@ def _stored(fields: dict[str, Any]) -> Stored:
         raise MalformedMessage(
             f"a stored block: expected a parent's hash and an adapter's name, got {parent!r}, {adapter!r}"
         )
+    if adapter is None and fields.get("lora_id") is not None:
+        return None  # an older release, which does not name it
     extra = fields.get("extra_keys")
-    keys = [key for each in extra if isinstance(each, list) for key in each] if isinstance(extra, list) else []
-    return Stored(hashes, parent, tokens, block, adapter, any(key != adapter for key in keys))
+    keys = [_other_keys(each, adapter) for each in extra] if isinstance(extra, list) else []
+    first = keys[0] if keys else []
+    salt = first[0] if first else ""
+    if any(keys[1:]) or len(first) > 1 or not isinstance(salt, str):
+        return None  # pictures and the like
+    return Stored(hashes, parent, tokens, block, adapter, salt)
+
+
+def _other_keys(keys: object, adapter: str | None) -> list[object]:
+    """What took part in a block's hash beside the adapter's name, once."""
+    others = list(keys) if isinstance(keys, list) else []
+    if adapter is not None and adapter in others:
+        others.remove(adapter)
+    return others
 
 
 def _hashes(fields: dict[str, Any]) -> list[BlockHash]:
@@ -127,69 +149,125 @@ def _is_list(value: object, length: int) -> bool:
 
 @dataclass(slots=True)
 class _Block:
-    """A block that the engine has: our hash, where its chain stands, and the block before it."""
+    """A block that the engine has: our hash, where its chain stands, the block before it, whose prompts it serves."""
 
     hash: bytes
     point: Point
     parent: BlockHash | None
     adapter: str | None
+    salt: str
+    """That of its chain's first block."""
+    copies: int
+    """vLLM does not merge equal blocks that were computed at the same time: it stores and removes each."""
+
+
+def unsalted(adapter: str | None, salt: str) -> str | None:
+    """An `Owner` where requests name adapters as the server does, and carry no salt."""
+    if salt:
+        raise LookupError(salt)
+    return adapter
 
 
 class Tracker:
     """What one engine's cache holds, by its own hashes and by ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner = unsalted) -> None:
+        self._owner = owner
+        self._block: int | None = None
         self._blocks: dict[BlockHash, _Block] = {}
         self._next: int | None = None
+        self._cleared = False
+        self._gone: dict[bytes, None] = {}
+        """Our hashes of what was removed since the last `tell`, and is not there now."""
+        self._grown: dict[BlockHash, None] = {}
+        """The last blocks of the chains that were stored since the last `tell`."""
         self.lost = 0
         """Batches that did not arrive."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take(self, sequence: int, events: Sequence[Event]) -> list[CacheEvent]:
-        """What a batch means, in our hashes. Batches that are older than the last are left out."""
-        told: list[CacheEvent] = []
-        if self._next is not None and sequence < self._next and sequence > 0:
-            return told
+    def restart(self, block: int | None = None) -> None:
+        """The engine is started anew: it holds nothing, and counts from wherever it begins to be heard.
+
+        `block`: blocks of another size than so many tokens are not told; None: all are.
+        """
+        self._block = block
+        self._next = None
+        self._clear()
+
+    def take(self, sequence: int, events: Sequence[Event]) -> None:
+        """Take in the batch that was published as number `sequence`."""
         if self._next is not None and sequence != self._next:
-            self.lost += max(0, sequence - self._next)  # from 0 on again: the engine was started anew
-            told += self._clear()
+            self.lost += max(0, sequence - self._next)  # a lower one: the engine was started anew
+            self._clear()
         self._next = sequence + 1
         for event in events:
-            told += self._take(event)
+            if isinstance(event, Cleared):
+                self._clear()
+            elif isinstance(event, Removed):
+                self._remove(event)
+            else:
+                self._store(event)
+
+    def tell(self) -> list[CacheEvent]:
+        """What has changed since the last call, in our hashes: first what is gone, then each chain that grew, whole."""
+        told = [CacheEvent("cleared")] if self._cleared else []
+        if self._gone:
+            told.append(CacheEvent("removed", blocks=b"".join(self._gone)))
+        for last in self._grown:
+            if chain := self._chain(last):
+                told.append(CacheEvent("stored", adapter=self._blocks[last].adapter, blocks=chain))
+        self._cleared = False
+        self._gone.clear()
+        self._grown.clear()
         return told
 
-    def _take(self, event: Event) -> Iterator[CacheEvent]:
-        if isinstance(event, Cleared):
-            yield from self._clear()
-        elif isinstance(event, Removed):
-            gone = [self._blocks.pop(each).hash for each in event.hashes if each in self._blocks]
-            if gone:
-                yield CacheEvent("removed", blocks=b"".join(gone))
-        elif not event.salted:
-            yield from self._store(event)
-
-    def _clear(self) -> Iterator[CacheEvent]:
+    def _clear(self) -> None:
+        self._cleared = True
         self._blocks.clear()
-        yield CacheEvent("cleared")
+        self._gone.clear()
+        self._grown.clear()
 
-    def _store(self, event: Stored) -> Iterator[CacheEvent]:
-        point = START
-        if event.parent is not None:
-            parent = self._blocks.get(event.parent)
-            if parent is None:
+    def _remove(self, event: Removed) -> None:
+        for each in event.hashes:
+            block = self._blocks.get(each)
+            if block is None:
+                continue
+            block.copies -= 1
+            if block.copies:
+                continue
+            del self._blocks[each]
+            self._gone[block.hash] = None
+            if each in self._grown:
+                del self._grown[each]
+                if block.parent in self._blocks:
+                    self._grown[block.parent] = None
+
+    def _store(self, event: Stored) -> None:
+        before, point, salt = event.parent, START, event.salt
+        if before is not None:
+            parent = self._blocks.get(before)
+            if parent is None or event.salt:
                 return
-            point = parent.point
+            point, salt = parent.point, parent.salt
+        if not event.hashes or self._block not in (None, event.block):
+            return
+        try:
+            adapter = self._owner(event.adapter, salt)
+        except LookupError:
+            return
         tokens = np.array(event.tokens, dtype=np.int32)
-        before = event.parent
         for index, each in enumerate(event.hashes):
             part = tokens[index * event.block : (index + 1) * event.block]
-            ours, point = extend(event.adapter, point, part, block=event.block)
-            self._blocks[each] = _Block(ours, point, before, event.adapter)
+            ours, point = extend(adapter, point, part, block=event.block)
+            known = self._blocks.get(each)
+            self._blocks[each] = _Block(ours, point, before, adapter, salt, known.copies + 1 if known else 1)
+            self._gone.pop(ours, None)
+            if before is not None:
+                self._grown.pop(before, None)
             before = each
-        if before is not None:
-            yield CacheEvent("stored", adapter=event.adapter, blocks=self._chain(before))
+            self._grown[each] = None
 
     def _chain(self, last: BlockHash) -> bytes:
         """The hashes of the blocks from a prompt's beginning to `last`; empty if some of them are gone."""
@@ -207,35 +285,37 @@ class Tracker:
 class CacheFeed:
     """Follows an engine's publisher and collects what routers are to be told: an engine's `cache_events`."""
 
-    def __init__(self, endpoint: str, topic: str = "") -> None:
+    def __init__(self, endpoint: str, topic: str = "", *, owner: Owner = unsalted) -> None:
         """`endpoint`: a ZMQ address as vLLM's `--kv-events-config` has it, with a host to connect to."""
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._topic = topic
-        self._tracker = Tracker()
-        self._events: list[CacheEvent] = []
+        self._tracker = Tracker(owner)
 
     def cache_events(self) -> list[CacheEvent]:
         """What has changed since the last call, in order."""
-        events, self._events = self._events, []
-        return [event for event in events if event.change == "cleared" or event.blocks]
+        return self._tracker.tell()
+
+    def restart(self, block: int) -> None:
+        """The engine is started anew, with blocks of so many tokens: all that was told is taken back."""
+        self._tracker.restart(block)
 
     async def run(self) -> None:
-        """Follow until cancelled. A batch that cannot be read is logged and counts as lost."""
-        await listen(self._endpoint, self._topic, self._on_batch)
+        """Follow until cancelled. A batch that cannot be read is logged and counts as lost. Raises EngineError."""
+        await listen(self.endpoint, self._topic, self._on_batch)
 
     def _on_batch(self, sequence: int, body: bytes) -> None:
         try:
             events = decode_batch(body)
         except MalformedMessage as error:
-            log.warning("KV-cache events from %s: %s", self._endpoint, error)
+            log.warning("KV-cache events from %s: %s", self.endpoint, error)
             return  # the next one shows the gap
-        self._events += self._tracker.take(sequence, events)
+        self._tracker.take(sequence, events)
 
 
 async def listen(endpoint: str, topic: str, on_batch: Callable[[int, bytes], None]) -> None:
     """Call `on_batch` with each batch's sequence number and body, until cancelled. Needs `farflung[events]`.
 
-    ZMQ connects again by itself when the publisher was away.
+    ZMQ connects again by itself when the publisher was away. Raises EngineError for an address that is none.
     """
     import zmq
     import zmq.asyncio
@@ -252,5 +332,7 @@ async def listen(endpoint: str, topic: str, on_batch: Callable[[int, bytes], Non
                 log.warning("KV-cache events from %s: expected 3 frames, got %d", endpoint, len(frames))
                 continue
             on_batch(int.from_bytes(frames[1], "big"), frames[2])
+    except zmq.ZMQError as error:
+        raise EngineError(f"KV-cache events from {endpoint} cannot be followed: {error}") from error
     finally:
         socket.close()

@@ -127,6 +127,9 @@ def test_what_an_engine_publishes_is_believed() -> None:
     assert depth(subject, chain, 1) == 4
     subject.removed([chain[3 * HASH :], chain[2 * HASH : 3 * HASH]], 1)
     assert depth(subject, chain, 1) == 2
+    assert subject.holders(subject.match("", chain, 0)) == [1]
+    subject.removed([chain[:HASH], chain[HASH : 2 * HASH]], 1)
+    assert subject.holders(subject.match("", chain, 0)) == [], "who has removed all of it is no place for it"
     use(subject, chain, 1)
     assert depth(subject, chain, 1) == 4
     subject.clear(1)

@@ -19,8 +19,9 @@ import actors.replica as module
 from actors.adapter_cache import ABANDONED_SECONDS, AdapterCache
 from actors.engines.base import EngineHealth, Generation, Sampling
 from actors.replica import Replica
+from broker.blocks import HASH
 from broker.errors import AdapterError, AdapterNotLoaded, EngineError, GenerationError, ObjectMissing, StoreError
-from broker.messages import AdapterRef, BlobRef, Head, Node, ProbeRef, pack_floats, pack_ids
+from broker.messages import AdapterRef, BlobRef, CacheEvent, Head, Node, ProbeRef, pack_floats, pack_ids
 from broker.probe import Probe
 from tests.waiting import until
 
@@ -448,3 +449,37 @@ async def test_a_cancelled_replica_leaves_no_task_behind(bus: Any, registry: Any
     assert serving.cancelled()
     assert stuck.cancelled()
     assert {task for task in asyncio.all_tasks() - before if "nats" not in repr(task)} == set()
+
+
+# ------------------------------------------------------------------------------------------------- KV-cache events
+
+
+class Publishing(StubEngine):
+    """Says that it stored chains of so many blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=2)
+        self.stored: list[int] = []
+
+    def cache_events(self) -> list[CacheEvent]:
+        events = [CacheEvent("stored", blocks=bytes(HASH * count)) for count in self.stored]
+        self.stored.clear()
+        return events
+
+
+def test_what_a_cache_says_is_reported_in_pieces_that_a_broker_takes(subject: Fixture) -> None:
+    engine = subject.replica._engine = Publishing()  # type: ignore[assignment]
+    quarter = module.EVENT_BYTES // HASH // 4
+    engine.stored += [quarter] * 6 + [8 * quarter]
+    pieces = []
+    while events := subject.replica._take_events():
+        pieces.append([len(event.blocks) // HASH for event in events])
+    assert pieces == [[quarter] * 4, [quarter] * 2, [8 * quarter]]
+    assert subject.replica._report.is_set(), "the rest followed at once"
+
+
+def test_what_a_cache_says_does_not_pile_up_while_nobody_can_be_told(subject: Fixture) -> None:
+    engine = subject.replica._engine = Publishing()  # type: ignore[assignment]
+    engine.stored += [module.EVENT_BYTES // HASH] * 17
+    assert subject.replica._take_events() == [CacheEvent("cleared")]
+    assert subject.replica._take_events() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from actors.engines.vllm.client import EngineClient
 from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.flags import ZERO, Needs
 from actors.engines.vllm.process import Attached
+from broker.blocks import HASH, chain
 from broker.errors import (
     AdapterError,
     AdapterNotLoaded,
@@ -27,9 +28,10 @@ from broker.errors import (
     PromptTooLong,
     ServerError,
 )
+from broker.messages import CacheEvent
 from broker.models import ModelFiles, fingerprint_of, resolve
 from tests import scripted_engine as scripted
-from tests.scripted_engine import ScriptedEngine, sample
+from tests.scripted_engine import ScriptedEngine, ScriptedPublisher, removed, sample
 from tests.waiting import until
 
 PROMPT = np.arange(10, 20, dtype=np.int32)
@@ -528,3 +530,95 @@ async def test_a_client_says_what_a_server_without_json_said() -> None:
     finally:
         await client.close()
         await server.stop()
+
+
+# ------------------------------------------------------------------------------------------------- KV-cache events
+
+
+@pytest.fixture
+def publisher() -> Iterator[ScriptedPublisher]:
+    pytest.importorskip("zmq")
+    publisher = ScriptedPublisher()
+    yield publisher
+    publisher.close()
+
+
+FIRST = list(range(32))
+
+
+async def heard(engine: VllmEngine, publisher: ScriptedPublisher) -> None:
+    """Return once what is published arrives."""
+
+    def arrives() -> bool:
+        publisher.publish(scripted.stored([b"first"], FIRST, lora=ZERO))
+        return any(event.change == "stored" for event in engine.cache_events())
+
+    await until(arrives, what="the engine follows the publisher")
+
+
+async def told(engine: VllmEngine, count: int) -> list[CacheEvent]:
+    """The next `count` events that are not about the block by which it was found out that the engine hears."""
+    events: list[CacheEvent] = []
+    first = CacheEvent("stored", None, ours(None, FIRST))
+
+    def enough() -> bool:
+        events.extend(event for event in engine.cache_events() if event != first)
+        return len(events) >= count
+
+    await until(enough, what=f"{count} events")
+    return events
+
+
+def ours(adapter: str | None, tokens: list[int]) -> bytes:
+    return chain(adapter, np.array(tokens, np.int32), block=32)
+
+
+async def test_cached_blocks_are_told_for_whoever_may_meet_them(
+    server: ScriptedEngine, start: Start, publisher: ScriptedPublisher, tmp_path: Path
+) -> None:
+    engine = await start(events=publisher.endpoint)
+    await heard(engine, publisher)
+    directory = adapter(tmp_path / "a")
+    await engine.load_adapter(NAME, directory)
+    await ask(engine, NAME)
+    salt = next(asked["cache_salt"] for _, asked in reversed(server.calls) if asked and "cache_salt" in asked)
+    tokens = list(range(100, 164))
+    publisher.publish(
+        scripted.stored([b"none"], tokens[:32]),
+        scripted.stored([b"old"], tokens[:32], lora=NAME, salt="of other bytes under its name"),
+        scripted.stored([b"other"], tokens[:32], lora="customer-lora"),
+        scripted.stored([b"older"], tokens[:32], lora=OLDER, salt=salt),
+        scripted.stored([b"zero"], tokens[:32], lora=ZERO),
+        scripted.stored([b"a", b"b"], tokens, lora=NAME, salt=salt),
+    )
+    assert await told(engine, 2) == [
+        CacheEvent("stored", None, ours(None, tokens[:32])),
+        CacheEvent("stored", NAME, ours(NAME, tokens)),
+    ]
+    publisher.publish(removed(b"b", b"older"))
+    assert await told(engine, 1) == [CacheEvent("removed", blocks=ours(NAME, tokens)[-HASH:])]
+
+
+async def test_a_server_that_was_started_anew_holds_no_blocks(
+    server: ScriptedEngine, start: Start, publisher: ScriptedPublisher
+) -> None:
+    engine = await start(events=publisher.endpoint)
+    await heard(engine, publisher)
+    await server.stop()
+    await until(lambda: not engine._ok, what="the death is noticed")
+    await server.start(int(server.url.rpartition(":")[2]))
+    events: list[CacheEvent] = []
+    await until(lambda: events.extend(engine.cache_events()) or CacheEvent("cleared") in events, what="all taken back")
+    await heard(engine, publisher)
+
+
+async def test_a_server_that_publishes_nothing_is_used_all_the_same(server: ScriptedEngine, start: Start) -> None:
+    pytest.importorskip("zmq")
+    silent = await start()
+    assert (len((await ask(silent)).token_ids), silent.cache_events()) == (4, [])
+    await silent.close()
+    for address in ("tcp://127.0.0.1:9", "nowhere"):
+        engine = await start(events=address)
+        assert len((await ask(engine)).token_ids) == 4
+        assert engine.cache_events() == [CacheEvent("cleared")]
+        await engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_server_is_started_for_what_is_needed_and_extra_flags_win() -> None:
     assert "--enable-scale-out" in started
     older = command("p", Path("/m"), "n", needs=Needs(8, 1, 1), version="0.17.1", dtype="bfloat16", port=1)
     assert "--enable-scale-out" not in older
+
+
+def test_a_server_publishes_its_cache_where_it_can_and_nobody_says_otherwise() -> None:
+    made = command(
+        "p", Path("/m"), "n", needs=Needs(8, 1, 1), version="0.32.0", dtype="float32", port=1, events="ipc:///s/events"
+    )
+    config = json.loads(dict(itertools.pairwise(made))["--kv-events-config"])
+    assert config == {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "ipc:///s/events"}
+    assert flags.publishes_events("0.32.0", ["--enforce-eager"])
+    assert not flags.publishes_events("0.31.1", [])
+    for flag in ("--kv-events-config={}", "--data-parallel-size=2", "-dp", "--no-enable-prefix-caching"):
+        assert not flags.publishes_events("0.33.0", ["--enforce-eager", flag]), flag
 
 
 def test_the_environment_guards_the_api_and_sizes_the_cache_on_a_cpu_only() -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.engines.base import EngineHealth, Generation, Sampling
+from actors.engines.cache_events import CacheFeed
 from actors.engines.vllm import flags, wire
 from actors.engines.vllm.check import write_zero_adapter
 from actors.engines.vllm.client import EngineClient, Refused
@@ -40,6 +41,7 @@ from broker.errors import (
     PromptTooLong,
     ServerError,
 )
+from broker.messages import CacheEvent
 from broker.models import ModelFiles, fingerprint_of
 
 log = logging.getLogger(__name__)
@@ -72,8 +74,8 @@ class VllmEngine:
 
     `home` is where the server comes from, `needs` what it must be able to do, `scratch` a directory of this process
     that the server can read. `seeds`: pass on each request's seed. On a CPU it must not be: vLLM 0.32 dies there of a
-    seeded request whose prompt is computed in more than one step. `start` raises ConfigError with every flag that a
-    server lacks.
+    seeded request whose prompt is computed in more than one step. `events`: the ZMQ address at which the server
+    publishes KV-cache events, empty: it does not. `start` raises ConfigError with every flag that a server lacks.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class VllmEngine:
         scratch: Path,
         *,
         seeds: bool = False,
+        events: str = "",
         quiet_seconds: float = QUIET_SECONDS,
         hang_seconds: float = HANG_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -121,6 +124,8 @@ class VllmEngine:
         self._watching: asyncio.Task[None] | None = None
         self._generated = 0
         self._prefilled = 0
+        self._feed = CacheFeed(events, owner=self._owner) if events else None
+        self._following: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------------ start and end
 
@@ -139,7 +144,7 @@ class VllmEngine:
         except BaseException:
             await self.close()
             raise
-        self._begin()
+        await self._begin()
         self._watching = asyncio.create_task(self._watch(), name="watch-vllm")
 
     async def close(self) -> None:
@@ -148,7 +153,8 @@ class VllmEngine:
         if watching is not None:
             await end(watching)
         self._ok, self._detail = False, "closed"
-        await end(*(task for task in (self._canary, *self._in_flight.values()) if task is not None))
+        ending = (self._canary, self._following, *self._in_flight.values())
+        await end(*(task for task in ending if task is not None))
         if not self._home.restarts:
             for name in (*self._loaded, *([ZERO] if self._base == ZERO else [])):
                 with contextlib.suppress(EngineError):
@@ -159,9 +165,14 @@ class VllmEngine:
             await self._client.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         self._incarnation += 1
         self._loaded.clear()
+        if self._feed is not None:
+            if self._following is not None:
+                await end(self._following)  # with what its socket still holds of the server that ended
+            self._feed.restart(self._block)
+            self._following = asyncio.create_task(self._follow(self._feed), name="follow-cache")
         self._alive_at, self._counted = self._clock(), None
         self._ok, self._detail = True, "running"
 
@@ -439,6 +450,26 @@ class VllmEngine:
         if not self._ok:
             raise EngineError(f"the engine is not running ({self._detail})")
 
+    # -------------------------------------------------------------------------------------------------- prefix cache
+
+    def cache_events(self) -> list[CacheEvent]:
+        """What has changed in the server's prefix cache since the last call; nothing where it does not say."""
+        return self._feed.cache_events() if self._feed is not None else []
+
+    async def _follow(self, feed: CacheFeed) -> None:
+        try:
+            await feed.run()
+        except EngineError as error:
+            log.error("%s; routers guess what is cached", error)
+
+    def _owner(self, name: str | None, salt: str) -> str | None:
+        """Whose prompts meet the server's blocks under `name` and `salt`. Raises LookupError when none of ours do."""
+        if not salt and name == (ZERO if self._base == ZERO else None):
+            return None
+        if name is not None and name in self._loaded and salt == wire.salt(name, self._loaded[name]):
+            return name
+        raise LookupError(f"{name} with salt {salt!r}")
+
     # ----------------------------------------------------------------------------------------------------- watching
 
     async def _watch(self) -> None:
@@ -536,7 +567,7 @@ class VllmEngine:
                 log.warning("%s; again in %.0f s", self._detail, pause)
                 await asyncio.sleep(pause)
                 continue
-            self._begin()
+            await self._begin()
             log.info("the vLLM server is back")
             return
 

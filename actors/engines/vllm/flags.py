@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -26,6 +27,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 DEFAULT_RANK = 32
 DEFAULT_SLOTS = 8
+
+EVENTS = (0, 32)
+"""From here on the KV-cache events are known to name adapters and salts, without which blocks cannot be told apart."""
 
 OURS = re.compile(r"^[a-z0-9][a-z0-9-]*-(v[0-9]{6,}|probe)-[0-9a-f]{8}$|^farflung-base$")
 """Names of adapters that a replica loads; on an engine that nobody drives they are left over."""
@@ -90,9 +94,13 @@ def command(
     version: str,
     dtype: str,
     port: int,
+    events: str = "",
     extra: Collection[str] = (),
 ) -> list[str]:
-    """The command that starts a server on loopback. `extra` flags come last, so that they win."""
+    """The command that starts a server on loopback. `extra` flags come last, so that they win.
+
+    `events`: where it publishes KV-cache events, an `ipc://` address; empty: nowhere.
+    """
     flags = [
         "--model", str(model), "--served-model-name", name,
         "--host", "127.0.0.1", "--port", str(port),
@@ -103,7 +111,19 @@ def command(
     ]  # fmt: skip
     if parse_version(version) >= SCALE_OUT:
         flags.append("--enable-scale-out")
+    if events:
+        publisher = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
+        flags += ["--kv-events-config", json.dumps(publisher)]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags, *extra]
+
+
+def publishes_events(version: str, extra: Iterable[str]) -> bool:
+    """Whether a server that is started with `extra` flags is to publish KV-cache events for one reader.
+
+    Not where the flags say otherwise, and not where it has a cache for each of several data-parallel ranks.
+    """
+    own = ("--kv-events-config", "--data-parallel", "-dp", "--no-enable-prefix-caching")
+    return parse_version(version) >= EVENTS and not any(flag.startswith(own) for flag in extra)
 
 
 def environment(*, key: str, cpu: bool, threads: int | None, cache_bytes: int) -> dict[str, str]:
