@@ -90,7 +90,7 @@ def _decode(raw: object) -> Event | None:
         fields = dict(zip(_FIELDS.get(kind, ()) if isinstance(kind, str) else (), raw[1:], strict=False))
     else:
         raise MalformedMessage(f"expected a KV-cache event as an array or a map, got {str(raw)[:200]}")
-    if fields.get("medium") not in (None, "GPU"):
+    if fields.get("medium") not in (None, "GPU") or fields.get("locality") not in (None, "LOCAL"):
         return None  # moved to or from another tier: what the GPU holds does not change by it
     if fields.get("group_idx") not in (None, 0):
         return None  # the same tokens in layers of another kind
@@ -157,8 +157,6 @@ class _Block:
     adapter: str | None
     salt: str
     """That of its chain's first block."""
-    copies: int
-    """vLLM does not merge equal blocks that were computed at the same time: it stores and removes each."""
 
 
 def unsalted(adapter: str | None, salt: str) -> str | None:
@@ -231,13 +229,9 @@ class Tracker:
 
     def _remove(self, event: Removed) -> None:
         for each in event.hashes:
-            block = self._blocks.get(each)
+            block = self._blocks.pop(each, None)
             if block is None:
                 continue
-            block.copies -= 1
-            if block.copies:
-                continue
-            del self._blocks[each]
             self._gone[block.hash] = None
             if each in self._grown:
                 del self._grown[each]
@@ -245,6 +239,9 @@ class Tracker:
                     self._grown[block.parent] = None
 
     def _store(self, event: Stored) -> None:
+        """vLLM keeps equal blocks that were computed at the same time, and stores and removes each; but it may also
+        tell a block that a prompt met, in the same words. So copies are not counted: they are gone with the first.
+        """
         before, point, salt = event.parent, START, event.salt
         if before is not None:
             parent = self._blocks.get(before)
@@ -261,13 +258,13 @@ class Tracker:
         for index, each in enumerate(event.hashes):
             part = tokens[index * event.block : (index + 1) * event.block]
             ours, point = extend(adapter, point, part, block=event.block)
-            known = self._blocks.get(each)
-            self._blocks[each] = _Block(ours, point, before, adapter, salt, known.copies + 1 if known else 1)
-            self._gone.pop(ours, None)
-            if before is not None:
-                self._grown.pop(before, None)
+            if each not in self._blocks:
+                self._blocks[each] = _Block(ours, point, before, adapter, salt)
+                self._gone.pop(ours, None)
+                if before is not None:
+                    self._grown.pop(before, None)
+                self._grown[each] = None
             before = each
-            self._grown[each] = None
 
     def _chain(self, last: BlockHash) -> bytes:
         """The hashes of the blocks from a prompt's beginning to `last`; empty if some of them are gone."""

@@ -135,12 +135,16 @@ def test_what_happened_between_two_reports_is_told_as_what_came_of_it() -> None:
     assert subject.tell() == []
 
 
-def test_a_block_of_which_there_are_two_is_gone_with_the_second() -> None:
+def test_what_a_prompt_met_is_told_again_only_where_it_was_not_known() -> None:
     subject = Tracker()
-    ids = tokens(1, 16)
-    told(subject, 0, stored([1], None, ids), stored([1], None, ids))
-    assert told(subject, 1, ["BlockRemoved", [1], "GPU"]) == []
-    assert told(subject, 2, ["BlockRemoved", [1], "GPU"]) == [CacheEvent("removed", blocks=ours(ids))]
+    ids = tokens(1, 48)
+    told(subject, 0, stored([1, 2], None, ids[:32]))
+    assert told(subject, 1, stored([1, 2], None, ids[:32])) == []
+    assert told(subject, 2, stored([1, 2, 3], None, ids)) == [CacheEvent("stored", blocks=ours(ids))]
+    told(subject, 3, ["BlockRemoved", [3], "GPU"])
+    assert told(subject, 4, stored([1, 2, 3], None, ids)) == [CacheEvent("stored", blocks=ours(ids))], (
+        "there was another"
+    )
 
 
 def test_what_is_not_known_from_the_beginning_is_not_told() -> None:
