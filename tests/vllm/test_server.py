@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,21 +24,30 @@ from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.flags import ZERO, Needs
 from actors.engines.vllm.process import Attached, Supervised
 from broker.adapters import write_adapter_directory
+from broker.blocks import HASH, chain
+from broker.ending import end
 from broker.errors import AdapterError, AdapterNotLoaded, ConfigError, GenerationError
+from broker.messages import CacheEvent
 from broker.models import ModelFiles
 from broker.probe import verdict
 from broker.runspec import LoraSection, OptimizerSection
 from broker.trajectories import Row
 from learner.model import Policy
 from learner.probe import make_probe
+from router.placement import Placer, Request
 from tests.vllm.conftest import PYTHON
 from tests.waiting import until, until_true
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(2400)]
 
 NAMES = ["run-v000001-aaaaaaaa", "run-v000002-bbbbbbbb"]
 TEMPERATURE = 0.8
 NEEDS = Needs(rank=8, slots=3, context=512)
+FEW_BLOCKS = ["--num-gpu-blocks-override=48"]
+"""A prefix cache that a test can fill."""
+
+BACK = 900.0
+"""Seconds in which a server is back: half a minute on an idle machine, and many minutes on a busy one."""
 
 
 def supervised(files: ModelFiles, scratch: Path, **options: Any) -> VllmEngine:
@@ -46,7 +56,7 @@ def supervised(files: ModelFiles, scratch: Path, **options: Any) -> VllmEngine:
         rank=NEEDS.rank,
         slots=NEEDS.slots,
         context=NEEDS.context,
-        options=VllmOptions(python=PYTHON, extra=["--enforce-eager"], dtype="float32", threads=1),
+        options=VllmOptions(python=PYTHON, extra=["--enforce-eager", *FEW_BLOCKS], dtype="float32", threads=1),
         scratch=scratch,
         log_file=scratch.with_suffix(".log"),
     )
@@ -150,6 +160,67 @@ async def test_seeds_stop_tokens_and_prefixes_mean_what_they_mean_elsewhere(engi
     assert (stopped.finish, stopped.token_ids.tolist()) == ("stop", first.token_ids[: where + 1].tolist())
 
 
+class Cached:
+    """What an engine's events say that it holds: our hashes, and a router's mirror."""
+
+    def __init__(self, engine: VllmEngine, block: int) -> None:
+        self._engine, self.block = engine, block
+        self._held: set[bytes] = set()
+        self.placer = Placer()
+        self.placer.update_replica("r", confirmed=NAMES, accepts=True, cache_tokens=1 << 20, block=block)
+
+    def follow(self) -> None:
+        for event in self._engine.cache_events():
+            hashes = {event.blocks[at : at + HASH] for at in range(0, len(event.blocks), HASH)}
+            if event.change == "stored":
+                self._held |= hashes
+                self.placer.cache_stored("r", event.adapter, event.blocks)
+            elif event.change == "removed":
+                self._held -= hashes
+                self.placer.cache_removed("r", event.blocks)
+            else:
+                self._held.clear()
+                self.placer.clear_cache("r")
+
+    def tokens(self, adapter: str | None, prompt: Any) -> int:
+        """How many of a prompt's leading tokens are held, now that all was followed."""
+        self.follow()
+        hashes = chain(adapter, prompt, block=self.block)
+        count = 0
+        while count * HASH < len(hashes) and hashes[count * HASH : (count + 1) * HASH] in self._held:
+            count += 1
+        return count * self.block
+
+
+async def test_what_the_server_caches_and_evicts_is_told_in_our_hashes(
+    engine: VllmEngine, directories: dict[str, Path]
+) -> None:
+    for name in NAMES:
+        await engine.load_adapter(name, directories[name])
+    cached = Cached(engine, (await engine.health()).block)
+    (prompt,) = prompts(1, length=3 * cached.block + 10, seed=21)
+    whole = 3 * cached.block
+    for name in (None, NAMES[0]):
+        result = await sample(engine, name, prompt, 4)
+        assert result.cached_tokens == 0
+        await until(lambda name=name: cached.tokens(name, prompt) == whole, within=60, what="the blocks are told")  # type: ignore[misc]
+        placed = cached.placer.place(Request(str(name), prompt, 4, name), 0.0)
+        assert placed is not None
+        assert (placed.kind, placed.cached) == ("affinity", whole)
+    assert cached.tokens(NAMES[1], prompt) == 0, "one adapter's blocks are not another's"
+    assert (await sample(engine, NAMES[1], prompt, 4)).cached_tokens == 0
+    assert (await sample(engine, NAMES[0], prompt, 4)).cached_tokens == whole
+    for number in range(100):
+        (other,) = prompts(1, length=3 * cached.block + 10, seed=1000 + number)
+        await sample(engine, None, other, 4)
+        if cached.tokens(None, prompt) == 0:
+            break
+    assert cached.tokens(None, prompt) == 0, "it was evicted, and that was told"
+    assert (await sample(engine, None, prompt, 4)).cached_tokens == 0
+    for name in NAMES:
+        await engine.unload_adapter(name)
+
+
 async def test_generation_goes_on_while_an_adapter_is_loaded(
     engine: VllmEngine, directories: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -174,6 +245,15 @@ async def test_what_vllm_cannot_serve_is_refused_with_its_reason(
             await engine.load_adapter("run-v000004-dddddddd", copy)
 
 
+@contextlib.asynccontextmanager
+async def looking_away(engine: VllmEngine) -> AsyncIterator[None]:
+    """Its watch would put in order what another engine does to the server."""
+    assert engine._watching is not None
+    await end(engine._watching)
+    yield
+    engine._watching = asyncio.create_task(engine._watch())
+
+
 async def test_a_server_that_is_attached_to_is_checked_cleaned_and_left(
     engine: VllmEngine, files: ModelFiles, directories: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -181,22 +261,23 @@ async def test_a_server_that_is_attached_to_is_checked_cleaned_and_left(
         await engine.unload_adapter(name)
     client = engine._client
     key = client._headers["Authorization"].removeprefix("Bearer ")
-    await client.load("older-v000007-99999999", str(directories[NAMES[0]]))
-    attached = VllmEngine(Attached(client.url, key=key), files, NEEDS, tmp_path / "scratch")
-    await attached.start()
-    assert set((await client.served()).adapters) == {ZERO}, "what was left over is gone"
-    await attached.close()
-    assert (await client.served()).adapters == {}
-    demanding = dataclasses.replace(NEEDS, rank=64, slots=9)
-    wanting = VllmEngine(Attached(client.url, key=key), files, demanding, tmp_path / "other")
-    with pytest.raises(ConfigError) as refused:
-        await wanting.start()
-    assert "--max-lora-rank 64" in str(refused.value)
+    async with looking_away(engine):
+        await client.load("older-v000007-99999999", str(directories[NAMES[0]]))
+        attached = VllmEngine(Attached(client.url, key=key), files, NEEDS, tmp_path / "scratch")
+        await attached.start()
+        assert set((await client.served()).adapters) == {ZERO}, "what was left over is gone"
+        await attached.close()
+        assert (await client.served()).adapters == {}
+        demanding = dataclasses.replace(NEEDS, rank=64, slots=9)
+        wanting = VllmEngine(Attached(client.url, key=key), files, demanding, tmp_path / "other")
+        with pytest.raises(ConfigError) as refused:
+            await wanting.start()
+        assert "--max-lora-rank 64" in str(refused.value)
 
     async def whole() -> bool:
         return ZERO in (await client.served()).adapters
 
-    await until_true(whole, within=60, what="the first engine has its adapter of zeros again")
+    await until_true(whole, within=BACK, what="the first engine has its adapter of zeros again")
 
 
 def processes(engine: VllmEngine) -> list[psutil.Process]:
@@ -208,7 +289,7 @@ def processes(engine: VllmEngine) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_a_server_that_dies_or_hangs_is_ended_started_anew_and_serves_the_same(
     engine: VllmEngine, directories: dict[str, Path], how: signal.Signals
 ) -> None:
@@ -226,8 +307,9 @@ async def test_a_server_that_dies_or_hangs_is_ended_started_anew_and_serves_the_
         await running
     assert failed.value.retryable
     assert not (await engine.health()).ok
-    await until(lambda: engine._ok, within=600, what="the server is back")
-    assert psutil.wait_procs(old, timeout=20)[1] == [], "nothing of the old one is left"
+    await until(lambda: engine._ok, within=BACK, what="the server is back")
+    assert psutil.wait_procs(old, timeout=120)[1] == [], "nothing of the old one is left"
+    assert CacheEvent("cleared") in engine.cache_events()
     assert (await engine.health()).incarnation > incarnation
     with pytest.raises(AdapterNotLoaded):
         await sample(engine, name, prompt)
@@ -238,6 +320,7 @@ async def test_a_server_that_dies_or_hangs_is_ended_started_anew_and_serves_the_
     await engine.unload_adapter(name)
 
 
+@pytest.mark.long
 async def test_a_server_that_cannot_start_says_why(files: ModelFiles, tmp_path: Path) -> None:
     engine = supervised(files, tmp_path / "s")
     home = engine._home
