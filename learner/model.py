@@ -447,9 +447,10 @@ class Policy:
         Catches what would else train silently wrong: a model that ignores our attention, transforms its logits after
         the head, or carries state from token to token.
         """
-        size = self._head.weight.shape[0]
-        prompt, replies = [1, 2, 3, 4], ([5, 6, 7], [8, 9, 10])
-        ids = [np.asarray([token % size for token in (*prompt, *reply)], dtype=np.int32) for reply in replies]
+        # Not the first ids: those are control tokens, whose logprobs bfloat16 rounds by more than a wrong mask changes.
+        drawn = np.random.default_rng(0).integers(self._head.weight.shape[0], size=10).astype(np.int32)
+        prompt, replies = drawn[:4], (drawn[4:7], drawn[7:])
+        ids = [np.concatenate([prompt, reply]) for reply in replies]
         mask = np.arange(7) >= 4
         rows = [Row.of(each, np.zeros(7), mask, np.where(mask, 0, -1)) for each in ids]
         worst = 0.0
