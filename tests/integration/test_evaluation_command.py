@@ -12,7 +12,7 @@ import pytest
 from tests.command_line import Home, made_step
 from tests.integration.test_full_run import new_home
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 HELD_OUT = 5
 
