@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -221,7 +222,8 @@ class ScriptedEngine:
         tokens = sample(prompt, self.contents.get(server, "base"), parameters["max_tokens"])
         self.tokens += len(tokens)
         only = parameters.get("top_k") == 1 and self.processed_logprobs
-        logprobs = [0.0 if only else -1.0 - token / 100 for token in tokens]
+        two = parameters["top_p"] > 0.5  # as in bfloat16, the first place is shared: top_k alone allows both
+        logprobs = [(-math.log(2) if two else 0.0) if only else -1.0 - token / 100 for token in tokens]
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 3}}
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": tokens}
         if plain:

@@ -186,7 +186,7 @@ class VllmEngine:
             log.info("unloading %s, left on the engine by another replica", name)
             await client.unload(name)
         self._dialect = await self._find_dialect()
-        only = await self._ask_for_one(self._served.base, top_k=1)
+        only = await self._ask_for_one(self._served.base, only=True)
         routes, problem = await self._load_zero()
         metrics = await client.metrics()
         slots = wire.label(metrics, "vllm:lora_requests_info", "max_lora")
@@ -223,7 +223,7 @@ class VllmEngine:
         for dialect in ("generate", "completions"):
             self._dialect = dialect
             try:
-                await self._ask_for_one(self._served.base, top_k=1)
+                await self._ask_for_one(self._served.base, only=True)
             except Refused as error:
                 if error.status not in (403, 404) or dialect == "completions":  # 403: built in, and switched off
                     raise
@@ -246,12 +246,15 @@ class VllmEngine:
                 return False, None
             return True, error.said
         self._base = ZERO
-        await self._ask_for_one(ZERO, top_k=1)
+        await self._ask_for_one(ZERO, only=True)
         return True, None
 
-    async def _ask_for_one(self, model: str, *, top_k: int = 0) -> Generation:
-        """One token after a short prompt."""
-        sampling = Sampling(max_new_tokens=1, top_k=top_k)
+    async def _ask_for_one(self, model: str, *, only: bool = False) -> Generation:
+        """One token after a short prompt; `only`: allow one alone.
+
+        `top_k` 1 by itself allows all that share the first place, which in bfloat16 are often two.
+        """
+        sampling = Sampling(max_new_tokens=1, top_k=1, top_p=1e-6) if only else Sampling(max_new_tokens=1)
         prompt = np.arange(3, 11, dtype=np.int32)
         body = wire.request(self._dialect, model, prompt, sampling, salt="", id=f"check-{secrets.token_hex(4)}")
         answer = await self._client.generate(self._dialect, body, timeout=FIRST_SECONDS)
