@@ -146,7 +146,7 @@ class Scene:
     async def record(self) -> dict[str, object]:
         """Everything that a learner could change: the run's records with their revisions, and what its streams hold."""
         found: dict[str, object] = {}
-        for key in await self.registry.runs.keys():
+        for key in await self.registry.runs.keys(">"):
             if key == self.run or key.startswith(f"{self.run}."):
                 found[key] = await self.registry.runs.get(key)
         for stream in (names.tasks_stream(self.run), names.groups_stream(self.run)):

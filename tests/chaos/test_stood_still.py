@@ -22,7 +22,7 @@ async def gone(scene: Scene, component: Component) -> None:
     """Wait until nobody counts a component as present any more."""
 
     async def absent() -> bool:
-        nodes = [await scene.node(key) for key in await scene.registry.nodes.keys()]
+        nodes = [await scene.node(key) for key in await scene.registry.nodes.keys(">")]
         return all(node is None or node.pid != component.pid for node in nodes)
 
     await until_true(absent, within=PATIENCE, what=f"the presence of {component.name} is over")
