@@ -4,6 +4,8 @@ Adapters of rank 1, 8 and 32 of the demo's model, and of 5 and 50 MB, for 2 and 
 activator, replicas and vLLM engines run against a real nats-server and a real S3 server; only vLLM itself is the
 scripted server of the tests, which reads the whole adapter when it loads one. The floor, measured in turn with it: one
 raw put, the slowest of as many raw gets at once as there are replicas, and one bare call to load.
+
+Then what a busy replica notices of it (`while_publishing`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import safetensors.torch
 import torch
 
 from actors.adapter_cache import AdapterCache
+from actors.engines.base import Engine
 from actors.engines.vllm.client import EngineClient
 from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.flags import Needs
@@ -84,7 +87,12 @@ def tensors_of(kind: str, amount: float, files: ModelFiles) -> dict[str, torch.T
 
 def save(tensors: dict[str, torch.Tensor]) -> bytes:
     """What a learner does to publish its weights."""
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    rank = min(min(tensor.shape) for tensor in tensors.values())
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": targets, "base_model_name_or_path": "",
+    }  # fmt: skip
     cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     data: bytes = safetensors.torch.save(cpu, {CONFIG_KEY: json.dumps(config)})
     return data
@@ -110,18 +118,23 @@ class Clock:
 
 
 class Fleet:
-    """Replicas of one size, and the learner's end of the registry."""
+    """Replicas, and the learner's end of the registry. Their engines: `engine`, or scripted servers."""
 
-    def __init__(self, bus: Bus, store: Store, files: ModelFiles, directory: Path, replicas: int) -> None:
+    def __init__(
+        self, bus: Bus, store: Store, files: ModelFiles, directory: Path, replicas: int, engine: Engine | None = None
+    ) -> None:
         self._bus, self._store, self._files = bus, store, files
         self._directory = directory
         self._replicas = replicas
+        self._engine = engine
         self.name = f"f{uuid.uuid4().hex[:8]}"
         self.clock = Clock()
         self.servers: list[ScriptedEngine] = []
         self.version = 0
         self._tasks: list[asyncio.Task[Any]] = []
-        self._engines: list[VllmEngine] = []
+        self._engines: list[Engine] = []
+        self.adapter: str | None = None
+        """The name of the active version's."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Fleet]:
@@ -159,21 +172,25 @@ class Fleet:
             await self._roster.close()
 
     async def _start_replica(self, registry: Registry, number: int) -> None:
-        server = ScriptedEngine(str(self._files.directory), max_loras=8, max_rank=64)
-        await server.start()
         work = self._directory / f"{self.name}-{number}"
-        needs = Needs(rank=32, slots=4, context=512)
-        engine = VllmEngine(Attached(server.url), self._files, needs, work / "scratch")
-        await engine.start()
+        engine = self._engine or await self._scripted(work)
         cache = AdapterCache(self._store, work)
         cache.fetch = self.clock.watch("fetch+verify", cache.fetch)  # type: ignore[method-assign]
         engine.load_adapter = self.clock.watch("load", engine.load_adapter)  # type: ignore[method-assign]
         replica = Replica(
             self._bus, registry, cache, engine, fleet=self.name, id=f"replica-{self.name}-{number}", model="m"
         )
-        self.servers.append(server)
-        self._engines.append(engine)
         self._tasks.append(asyncio.create_task(replica.run()))
+
+    async def _scripted(self, work: Path) -> Engine:
+        server = ScriptedEngine(str(self._files.directory), max_loras=8, max_rank=64)
+        await server.start()
+        self.servers.append(server)
+        needs = Needs(rank=32, slots=4, context=512)
+        engine = VllmEngine(Attached(server.url), self._files, needs, work / "scratch")
+        await engine.start()
+        self._engines.append(engine)
+        return engine
 
     async def publish(self, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
         """One version from the end of its step to active everywhere; seconds by stage."""
@@ -188,6 +205,7 @@ class Fleet:
         await self._commit(ref)
         self._activator.wake.set()
         await self._active.wait()
+        self.adapter = ref.name
         put, announced = self.clock.spans["put"][0], self.clock.spans["announce"][0]
         fetched, loaded, active = (self.clock.last(stage) for stage in ("fetch+verify", "load", "activate"))
         return {
@@ -281,23 +299,33 @@ def _servers(directory: Path) -> Iterator[tuple[Server, Server]]:
             server.stop()
 
 
-async def _main(directory: Path) -> list[measure.Row]:
-    files = resolve(PACKAGED, print)
+@contextlib.asynccontextmanager
+async def connected(directory: Path) -> AsyncIterator[tuple[Bus, Store]]:
+    """A bus and a store with servers of their own."""
     with _servers(directory) as (nats, s3):
         bus = await Bus.connect(nats.launch.url, "bench")
         store = Store(StoreAddress.parse(s3.launch.url))
         await store.open()
         try:
-            return await _measure(bus, store, files, directory)
+            yield bus, store
         finally:
             store.close()
             await bus.close()
 
 
+async def _main(directory: Path) -> list[measure.Row]:
+    files = resolve(PACKAGED, print)
+    async with connected(directory) as (bus, store):
+        return await _measure(bus, store, files, directory)
+
+
 def run() -> list[measure.Row]:
-    """Measure every size with every number of replicas."""
+    """Measure every size with every number of replicas, and what a busy replica notices."""
+    from tests.benchmarks import while_publishing  # it is made of what stands here
+
     with tempfile.TemporaryDirectory() as directory:
-        return asyncio.run(_main(Path(directory)))
+        rows = asyncio.run(_main(Path(directory)))
+    return rows + while_publishing.run()
 
 
 if __name__ == "__main__":
