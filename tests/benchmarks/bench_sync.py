@@ -158,7 +158,7 @@ class Fleet:
         self._roster._changed = activator.wake.set
         self._tasks.append(asyncio.create_task(activator.run()))
         watch = self.clock.watch
-        session._put = watch("put", session._put)  # type: ignore[method-assign]
+        session.put = watch("put", session.put)  # type: ignore[method-assign]
         session._put_version = watch("announce", session._put_version)  # type: ignore[method-assign]
         session.activate = watch("activate", session.activate)  # type: ignore[method-assign]
         try:

@@ -8,11 +8,13 @@ one.
 
 Tokens are counted by the engine; a thread reads the counter, so that a busy event loop hides nothing. A gap is a time
 in which it stood still. Everything runs on the same cores: what publishing costs in tokens/s is mostly the work of the
-learner's end and of the servers, which stand elsewhere in earnest; a pause in generation would show as a long gap.
+learner's end and of the servers, which stand elsewhere in earnest; a pause in generation would show as a long gap. On a
+machine that other work keeps busy, `--tiny` measures the tests' tiny model, and the embedded engine alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -39,6 +41,7 @@ from broker.errors import AdapterNotLoaded
 from broker.models import PACKAGED, ModelFiles, resolve
 from tests.benchmarks import measure
 from tests.benchmarks.bench_sync import Fleet, connected, tensors_of
+from tests.tiny import build_tiny_model
 
 CLIENTS = 8
 PROMPT, CONTINUATION = 44, 64
@@ -109,7 +112,7 @@ async def ask_on(engine: Engine, fleet: Fleet, client: int) -> None:
     """One request after the other, each under the active version."""
     prompts = np.random.default_rng(client)
     for number in itertools.count():
-        prompt = prompts.integers(100, 10_000, PROMPT).astype(np.int32)
+        prompt = prompts.integers(20, 250, PROMPT).astype(np.int32)
         with contextlib.suppress(AdapterNotLoaded):  # it was retired between the look and the request
             await engine.generate(f"{client}.{number}", fleet.adapter, prompt, Sampling(CONTINUATION))
 
@@ -156,8 +159,8 @@ async def _measure(name: str, engine: Engine, files: ModelFiles, directory: Path
     return [measure.Row(f"{name}, while versions are published", busy, calm, ratio, "tokens/s", TARGET)]
 
 
-async def _main(directory: Path) -> list[measure.Row]:
-    files = resolve(PACKAGED, print)
+async def _main(directory: Path, tiny: bool) -> list[measure.Row]:
+    files = resolve(str(build_tiny_model(directory / "tiny")) if tiny else PACKAGED, print)
     rows = []
     embedded = EmbeddedEngine(files.directory, dtype="float32", threads=1)
     await embedded.start()
@@ -165,6 +168,8 @@ async def _main(directory: Path) -> list[measure.Row]:
         rows += await _measure("embedded", embedded, files, directory / "embedded")
     finally:
         await embedded.close()
+    if tiny:
+        return rows
     if python := os.environ.get("FARFLUNG_VLLM_PYTHON"):
         options = VllmOptions(python=python, extra=["--enforce-eager"], dtype="float32", threads=1)
         vllm = create_vllm(
@@ -181,11 +186,13 @@ async def _main(directory: Path) -> list[measure.Row]:
     return rows
 
 
-def run() -> list[measure.Row]:
+def run(tiny: bool = False) -> list[measure.Row]:
     """Measure the embedded engine, and vLLM where there is one."""
     with tempfile.TemporaryDirectory() as directory:
-        return asyncio.run(_main(Path(directory)))
+        return asyncio.run(_main(Path(directory), tiny))
 
 
 if __name__ == "__main__":
-    print(measure.show(run()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="the tiny model, on the embedded engine")
+    print(measure.show(run(parser.parse_args().tiny)))
