@@ -6,7 +6,7 @@ import pytest
 
 from broker.messages import BlobRef
 from learner.checkpoint import Checkpoint
-from learner.sweep import contested
+from learner.sweep import contested, place_of
 from tests.chaos.processes import PATIENCE
 from tests.chaos.scene import Scene
 from tests.waiting import until_true
@@ -30,7 +30,9 @@ async def test_a_learner_killed_while_it_sweeps_has_removed_nothing_that_counts(
         swept_kinds = ("/groups/", "/adapters/", "/checkpoints/")
         objects = [(key, 0.0) for key in await scene.objects() if any(kind in key for kind in swept_kinds)]
         places = contested(objects, now=1.0, grace_hours=0.0)
-        return sum(len(keys) - 1 for keys in places.values())
+        # A group that was issued again, and that no step has used yet, may have two blobs until one does.
+        used = {place_of(group.blob.key) for commit in await scene.commits() for group in commit.trained}
+        return sum(len(keys) - 1 for place, keys in places.items() if "/groups/" not in place or place in used)
 
     async def made_again() -> bool:
         return (await scene.head()).step >= 4
