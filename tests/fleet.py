@@ -50,6 +50,8 @@ class Component:
         self.id = id
         self.registry = registry
         self.work = work
+        self.service: Any = None
+        """The replica, where it is one."""
 
     async def kill(self) -> None:
         """As SIGKILL does: it says goodbye to nobody, and the broker forgets it in its own time."""
@@ -135,6 +137,7 @@ class Fleet:
         cache = AdapterCache(self.store, self.directory / "work" / id)
         serving = Replica(bus, registry, cache, engine or StubEngine(), fleet=self.name, id=id, model="m")  # type: ignore[arg-type]
         component = self._started(id, registry, serving.run())
+        component.service = serving
         if wait:
             await until(lambda: self.node(id) is not None and self.node(id).state == "ready", what=f"{id} is ready")
         return component

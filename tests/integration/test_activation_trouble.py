@@ -168,7 +168,7 @@ async def test_versions_committed_while_an_older_one_hangs_are_skipped_but_for_t
     gate = asyncio.Event()
     engine = StubEngine(load=lambda name: gate.wait())
     await fleet.router()
-    await fleet.replica(engine)
+    replica = await fleet.replica(engine)
     spec = fleet.spec(
         run={"steps": 5000},
         algorithm={"group_size": 2, "groups_per_step": 2, "max_staleness": 3},
@@ -185,6 +185,8 @@ async def test_versions_committed_while_an_older_one_hangs_are_skipped_but_for_t
     assert fleet.active(spec) == 0
     live = fleet.snapshot(spec).head.live
     assert [ref.version for ref in live] == [4], "skipped versions are not kept"
+    heads = replica.service._heads.heads
+    await until(lambda: heads[spec.run.name].head == 4, within=10, what="the replica knows")
     gate.set()
     await until(lambda: fleet.active(spec) >= 4, within=30, what="the newest is active")
     loaded = {int(name.split("-v")[1][:6]) for name in engine.loading}
