@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import msgspec
 import nats.errors
-import numpy as np
 from nats.aio.msg import Msg
 
-from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
-from actors.generation import Generator
+from actors.episode import Generate, GroupOutcome, run_group
+from actors.generation import Generator, generate_for
 from actors.workload import Workloads
 from broker import names
 from broker.bus import Bus
@@ -34,13 +33,9 @@ from broker.messages import (
     EVALUATION_SHARE,
     EvaluationAnswer,
     EvaluationTask,
-    GenerateRequest,
-    Ids,
+    GenerateReply,
     Task,
     decode,
-    pack_ids,
-    unpack_floats,
-    unpack_ids,
 )
 from broker.registry import PRESENCE_TTL, Heads, Roster
 from broker.runspec import RunSpec
@@ -238,39 +233,24 @@ class Evaluations:
     def _generate_for(self, task: EvaluationTask) -> Generate:
         """The `generate` of a task's episodes: under its version and no other."""
 
-        async def generate(episode: int, turn: int, prompt: Ids, max_new_tokens: int) -> Sampled:
-            reply = await self._generator.generate(
-                GenerateRequest(
-                    id=self._generator.request_id(task.id, episode, turn),
-                    run=task.run,
-                    group=task.id,
-                    siblings=task.samples,
-                    adapter=task.adapter,
-                    version=task.version,
-                    prompt=pack_ids(prompt),
-                    max_new_tokens=max_new_tokens,
-                    temperature=task.temperature,
-                    top_p=task.top_p,
-                    stop_token_ids=list(self._tokenizer.eos_ids),
-                    seed=episode_seed(task.seed + turn, episode),
-                )
-            )
+        def check(episode: int, reply: GenerateReply) -> None:
             if (reply.adapter, reply.version) != (task.adapter, task.version):
                 raise GenerationError(
                     f"version {reply.version} ({reply.adapter}) answered on {reply.replica} where version "
                     f"{task.version} ({task.adapter}) was asked",
                     retryable=False,
                 )
-            return Sampled(
-                token_ids=np.asarray(unpack_ids(reply.token_ids), dtype=np.int32),
-                logprobs=unpack_floats(reply.logprobs),
-                finish=reply.finish,
-                version=reply.version,
-                replica=reply.replica,
-                seconds=reply.seconds,
-            )
 
-        return generate
+        return generate_for(
+            self._generator,
+            self._tokenizer,
+            _as_group(task),
+            version=task.version,
+            adapter=task.adapter,
+            temperature=task.temperature,
+            top_p=task.top_p,
+            on_reply=check,
+        )
 
 
 def _as_group(task: EvaluationTask) -> Task:

@@ -16,12 +16,26 @@ from collections.abc import Callable
 from typing import Literal
 
 import nats.errors
+import numpy as np
 from nats.aio.msg import Msg
 
+from actors.episode import Generate, Sampled, episode_seed
 from broker import names
 from broker.bus import Bus
+from broker.chat import ChatTokenizer
 from broker.errors import GenerationError, PromptTooLong
-from broker.messages import CancelRequest, GenerateRefused, GenerateReply, GenerateRequest, decode_one_of
+from broker.messages import (
+    CancelRequest,
+    GenerateRefused,
+    GenerateReply,
+    GenerateRequest,
+    Ids,
+    Task,
+    decode_one_of,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
 from observability import metrics, tracing
 
 log = logging.getLogger(__name__)
@@ -128,3 +142,49 @@ class Generator:
             await self._bus.send(names.cancel_subject(self._fleet), CancelRequest(id=id))
         except nats.errors.Error as error:
             log.info("cancellation of %s not sent: %s", id, error)
+
+
+def generate_for(
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    task: Task,
+    *,
+    version: int,
+    adapter: str | None,
+    temperature: float,
+    top_p: float = 1.0,
+    on_reply: Callable[[int, GenerateReply], None],
+) -> Generate:
+    """The `generate` that a task's episodes call: one version for all of them.
+
+    `on_reply` sees each reply with its episode's number; what it raises ends the episode's attempt.
+    """
+
+    async def generate(episode: int, turn: int, prompt: Ids, max_new_tokens: int) -> Sampled:
+        reply = await generator.generate(
+            GenerateRequest(
+                id=generator.request_id(task.group, episode, turn),
+                run=task.run,
+                group=task.group,
+                siblings=task.group_size,
+                adapter=adapter,
+                version=version,
+                prompt=pack_ids(prompt),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                stop_token_ids=list(tokenizer.eos_ids),
+                seed=episode_seed(task.seed + turn, episode),
+            )
+        )
+        on_reply(episode, reply)
+        return Sampled(
+            token_ids=np.asarray(unpack_ids(reply.token_ids), dtype=np.int32),
+            logprobs=unpack_floats(reply.logprobs),
+            finish=reply.finish,
+            version=reply.version,
+            replica=reply.replica,
+            seconds=reply.seconds,
+        )
+
+    return generate

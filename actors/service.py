@@ -16,11 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from actors.episode import Generate, GroupOutcome, Sampled, episode_seed, run_group
+from actors.episode import Generate, GroupOutcome, run_group
 from actors.evaluations import Evaluations
-from actors.generation import Generator
+from actors.generation import Generator, generate_for
 from actors.residency import still_counts
 from actors.shares import Demand, Shares
 from actors.workload import Workload, Workloads
@@ -32,17 +30,14 @@ from broker.errors import ConnectionFailed, FarflungError, MalformedMessage, Sto
 from broker.messages import (
     BlobRef,
     FailureKind,
-    GenerateRequest,
+    GenerateReply,
     GroupFailed,
     GroupReady,
     Head,
-    Ids,
     Message,
     Node,
     Task,
     decode,
-    pack_ids,
-    unpack_floats,
     unpack_ids,
 )
 from broker.registry import PRESENCE_SECONDS, Heads, Registry, Roster
@@ -517,37 +512,20 @@ class Actor:
 
     def _generate_for(self, lease: Lease) -> Generate:
         """The `generate` that this lease's episodes call: one version for the whole group."""
-        task, sampling = lease.task, lease.workload.spec.sampling
 
-        async def generate(episode: int, turn: int, prompt: Ids, max_new_tokens: int) -> Sampled:
-            reply = await self._generator.generate(
-                GenerateRequest(
-                    id=self._generator.request_id(task.group, episode, turn),
-                    run=task.run,
-                    group=task.group,
-                    siblings=task.group_size,
-                    adapter=lease.adapter,
-                    version=lease.version,
-                    prompt=pack_ids(prompt),
-                    max_new_tokens=max_new_tokens,
-                    temperature=sampling.temperature,
-                    stop_token_ids=list(self._tokenizer.eos_ids),
-                    seed=episode_seed(task.seed + turn, episode),
-                )
-            )
-            tokens = unpack_ids(reply.token_ids)
-            lease.sampled[episode] = lease.sampled.get(episode, 0) + len(tokens)
+        def note(episode: int, reply: GenerateReply) -> None:
+            lease.sampled[episode] = lease.sampled.get(episode, 0) + len(unpack_ids(reply.token_ids))
             faults.reached("actor.mid_episode")
-            return Sampled(
-                token_ids=np.asarray(tokens, dtype=np.int32),
-                logprobs=unpack_floats(reply.logprobs),
-                finish=reply.finish,
-                version=reply.version,
-                replica=reply.replica,
-                seconds=reply.seconds,
-            )
 
-        return generate
+        return generate_for(
+            self._generator,
+            self._tokenizer,
+            lease.task,
+            version=lease.version,
+            adapter=lease.adapter,
+            temperature=lease.workload.spec.sampling.temperature,
+            on_reply=note,
+        )
 
     # ----------------------------------------------------------------------------------------------------- readings
 

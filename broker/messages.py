@@ -405,6 +405,11 @@ class Head(Message, frozen=True, kw_only=True, tag="head"):
     probe: ProbeRef | None = None
     """What a replica must prove before it serves this run; None: nothing, until the learner has made it."""
 
+    @property
+    def adapter_slots(self) -> int:
+        """Adapter slots that the run needs on every replica, as `RunSpec.adapter_slots` counts them."""
+        return self.max_staleness + 2 + int(self.spec.get("fleet", {}).get("eval_slots") or 0)
+
 
 class VersionRecord(Message, frozen=True, kw_only=True, tag="version"):
     """One version of a run. Offered before its commit, so that replicas can load it early."""

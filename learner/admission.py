@@ -28,8 +28,7 @@ def check_slots(spec: RunSpec, heads: Iterable[Head], replicas: Iterable[Node]) 
     needs = {spec.run.name: spec.adapter_slots}
     for head in heads:
         if head.fleet == spec.fleet_name and head.run != spec.run.name and head.state == "running":
-            evaluation = int(head.spec.get("fleet", {}).get("eval_slots") or 0)
-            needs[head.run] = head.max_staleness + 2 + evaluation
+            needs[head.run] = head.adapter_slots
     total = sum(needs.values())
     parts = " + ".join(f"{number} ({run})" for run, number in needs.items())
     for node in replicas:

@@ -60,7 +60,9 @@ class Plan:
     tasks: TaskSource
     count: int
     section: EvaluationSection
-    """Whole, with its defaults filled in."""
+    temperature: float
+    top_p: float
+    max_new_tokens: int
     seed: int
     task_seconds: float
     """The longest time that a task's samples may take."""
@@ -85,6 +87,9 @@ class Plan:
             tasks=tasks,
             count=min(limits),
             section=section,
+            temperature=1.0 if section.temperature is None else section.temperature,
+            top_p=1.0 if section.top_p is None else section.top_p,
+            max_new_tokens=section.max_new_tokens or 1,
             seed=spec.run.seed,
             task_seconds=spec.environment.group_timeout + spec.environment.episode_timeout,
             patience=spec.fleet.activation_timeout,
@@ -256,7 +261,7 @@ class _Round:
                     log.info("task %s of evaluation %s not sent: %s", token, self._id, error)
 
     def _task(self, assignment: Assignment, token: str) -> EvaluationTask:
-        plan, section, index = self._plan, self._plan.section, assignment.index
+        plan, index = self._plan, assignment.index
         return EvaluationTask(
             id=f"{self._id}-{token.replace('.', '-')}",
             evaluator=self._of._node,
@@ -264,13 +269,13 @@ class _Round:
             incarnation=plan.incarnation,
             index=index,
             columns=plan.tasks.row(index),
-            samples=section.samples,
+            samples=plan.section.samples,
             seed=task_seed(plan.seed, index),
             version=plan.version,
             adapter=plan.adapter.name if plan.adapter is not None else None,
-            temperature=1.0 if section.temperature is None else section.temperature,
-            top_p=1.0 if section.top_p is None else section.top_p,
-            max_new_tokens=section.max_new_tokens or 1,
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            max_new_tokens=plan.max_new_tokens,
         )
 
     async def _on_answer(self, message: Msg) -> None:
@@ -313,9 +318,9 @@ def _result(
         failed_tasks=len(failures),
         failures=[f"task {index}: {reason}"[:500] for index, reason in sorted(failures.items())[:REASONS]],
         success=section.success,
-        temperature=1.0 if section.temperature is None else section.temperature,
-        top_p=1.0 if section.top_p is None else section.top_p,
-        max_new_tokens=section.max_new_tokens or 1,
+        temperature=plan.temperature,
+        top_p=plan.top_p,
+        max_new_tokens=plan.max_new_tokens,
         figures=figures,
         seconds=seconds,
         time=time,

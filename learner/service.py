@@ -217,12 +217,13 @@ class Learner:
         self._source = load_tasks(self.spec.tasks, self._roots, needs_prompt=not environment.environment)
         self._held_out = self._load_held_out()
         if not environment.environment:
+            tokenizer = ChatTokenizer.from_directory(self._model.directory)
             for source in (self._source, self._held_out):
                 if source is not None:
                     await asyncio.to_thread(
                         check_lengths,
                         source,
-                        ChatTokenizer.from_directory(self._model.directory),
+                        tokenizer,
                         self._model.context,
                         CHECKED_TASKS,
                         prompt_column=self.spec.tasks.prompt_column,
@@ -473,10 +474,7 @@ class Learner:
 
     async def _feed(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._credit_changed.wait()
-            self._credit_changed.clear()
+            await _news(self._credit_changed)
             while not self._paused and self._credit() > 0:
                 await self._feeder.issue_next(self._session.head.active)
 
@@ -535,10 +533,7 @@ class Learner:
         head = self._session.head
         self._evaluations.published(head.head, head.adapter, head.step, last=True)
         while not self._evaluations.idle and not self._stopping:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._groups_changed.wait()
-            self._groups_changed.clear()
+            await _news(self._groups_changed)
 
     async def _next_batch(self) -> list[Held] | None:
         """The next step's groups, once there are enough; None when the run is to stop."""
@@ -555,10 +550,7 @@ class Learner:
                 batch = self._buffer.take(self._rule.groups_per_step)
                 if batch is not None:
                     return batch
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._groups_changed.wait()
-            self._groups_changed.clear()
+            await _news(self._groups_changed)
         return None
 
     async def _drop_stale(self) -> None:
@@ -863,3 +855,11 @@ class Learner:
             self._seconds(),
             done=self._done(),
         )
+
+
+async def _news(event: asyncio.Event) -> None:
+    """Wait until `event` is set, or for a second, and clear it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await event.wait()
+    event.clear()

@@ -56,7 +56,7 @@ def needs(
     """
     running = [head for head in heads if head.fleet == fleet and head.state == "running"]
     ranks = [int(head.spec.get("lora", {}).get("rank", 0)) for head in running]
-    held = [head.max_staleness + 2 + int(head.spec.get("fleet", {}).get("eval_slots") or 0) for head in running]
+    held = [head.adapter_slots for head in running]
     return Needs(
         rank=rank or max([number for number in ranks if number], default=DEFAULT_RANK),
         slots=slots or (sum(held) if held else DEFAULT_SLOTS),
