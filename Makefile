@@ -61,14 +61,19 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests run side by side, each worker with servers of its own. Unit tests compute; the others also wait for processes,
+# so that one worker more than there are cores still finds time.
+CORES = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count()))')
+TESTS = $(BIN)/python -m pytest --dist worksteal
+
 unit: $(READY)
-	$(BIN)/python -m pytest tests/unit
+	$(TESTS) -n $(CORES) tests/unit
 
 integration: $(READY)
-	$(BIN)/python -m pytest tests/integration
+	$(TESTS) -n $(shell expr $(CORES) + 1) tests/integration
 
 chaos: $(READY)
-	$(BIN)/python -m pytest tests/chaos
+	$(TESTS) -n $(CORES) tests/chaos
 
 # SELECT='-m "not long"' leaves out what takes longest.
 test-vllm: $(READY) $(VLLM_READY)

@@ -128,7 +128,7 @@ async def test_a_group_that_nobody_answers_expires_gives_its_credit_back_and_is_
     await fleet.router()
     await fleet.replica()
     spec = slow_world(
-        fleet, [], run={"steps": 6}, environment={"episode_timeout": 1.0, "group_timeout": 1.0},
+        fleet, [], run={"steps": 6}, environment={"episode_timeout": 3.0, "group_timeout": 3.0},
         algorithm={"group_size": 2, "groups_per_step": 2, "max_staleness": 0},
     )  # fmt: skip
     bus = await Bus.connect(nats_server.launch.url, "hung")
@@ -145,8 +145,8 @@ async def test_a_group_that_nobody_answers_expires_gives_its_credit_back_and_is_
     assert summary.groups["expired"] == 1
     assert summary.groups["issued"] == 13, "its credit was used again"
     assert summary.groups["open"] == 0
-    assert summary.tails["expired_seconds_mean"] == 2.0, "twice group_timeout"
-    assert "expired: 1 groups, 2.0 s a group" in lost_lines(summary.groups, summary.tails)[0]
+    assert summary.tails["expired_seconds_mean"] == 6.0, "twice group_timeout"
+    assert "expired: 1 groups, 6.0 s a group" in lost_lines(summary.groups, summary.tails)[0]
     await bus.close()
 
 
@@ -154,12 +154,12 @@ async def test_episodes_beyond_their_timeout_fail_and_are_reported_too(fleet: Fl
     await fleet.router()
     await fleet.replica(StubEngine())
     spec = slow_world(
-        fleet, [1], run={"steps": 3}, environment={"episode_timeout": 0.5, "group_timeout": 1.0},
+        fleet, [1], run={"steps": 3}, environment={"episode_timeout": 1.0, "group_timeout": 3.0},
         algorithm={"group_size": 2, "groups_per_step": 2, "max_staleness": 0},
     )  # fmt: skip
     actor = await fleet.actor()
     summary = await fleet.finished(await fleet.learner(spec))
     assert (summary.steps, summary.groups["failed"], summary.groups["issued"]) == (3, 1, 7)
     assert summary.tails["failed_tokens_mean"] == 6.0
-    assert summary.tails["failed_seconds_mean"] >= 0.5
+    assert summary.tails["failed_seconds_mean"] >= 1.0
     await until(lambda: fleet.node(actor.id).gauges["episodes"] == 0, within=20, what="its slot is free again")

@@ -113,9 +113,11 @@ def assert_refused(ended: Ended, code: int, *said: str) -> None:
 def test_a_stopped_run_whose_broker_was_wiped_goes_on_and_one_whose_store_was_wiped_is_refused(
     home: Home, tiny_model: Path
 ) -> None:
-    config = home.write_run("wiped", tiny_model, run={"steps": 10})
+    config = home.write_run("wiped", tiny_model, run={"steps": 5000})
     directory = home.directory / "runs" / "wiped"
     before = stopped_after(home, config, 4)
+    target = before[-1]["step"] + 6
+    config = home.write_run("wiped", tiny_model, run={"steps": target})
     incarnations = sorted((directory / "servers/objects/farflung/runs/wiped").iterdir())
     shutil.rmtree(directory / "servers" / "jetstream")
     again = home.farflung("up", config, "--json")
@@ -123,20 +125,22 @@ def test_a_stopped_run_whose_broker_was_wiped_goes_on_and_one_whose_store_was_wi
     assert "note: the broker had lost this run; its record was made again from the store" in again.err
     steps = read_steps(directory)
     assert steps[: len(before)] == before
-    assert [step["step"] for step in steps] == list(range(1, 11))
-    assert again.json["steps"] == again.json["head"] == 10
+    assert [step["step"] for step in steps] == list(range(1, target + 1))
+    assert again.json["steps"] == again.json["head"] == target
     assert_balanced(again.json)
     assert again.json["groups_open"] == 0
-    assert again.json["groups_trained"] + again.json["groups_skipped"] == 10 * 4, "no group is trained on twice"
+    assert again.json["groups_trained"] + again.json["groups_skipped"] == target * 4, "no group is trained on twice"
     assert sorted((directory / "servers/objects/farflung/runs/wiped").iterdir()) == incarnations
     versions = ask(home, directory, "adapters", "list", "wiped")
-    assert [record["adapter"]["version"] for record in versions] == list(range(1, 11))
+    assert [record["adapter"]["version"] for record in versions] == list(range(1, target + 1))
     assert all(record["state"] == "committed" and record["checkpoint"] for record in versions)
 
     shutil.rmtree(directory / "servers/objects/farflung/runs")
-    longer = home.write_run("wiped", tiny_model, run={"steps": 12})
+    longer = home.write_run("wiped", tiny_model, run={"steps": target + 2})
     refused = home.farflung("up", longer, "--json")
-    assert_refused(refused, 8, "run wiped cannot resume: none of its 10 commits is intact", "begin anew with --restart")
+    assert_refused(
+        refused, 8, f"run wiped cannot resume: none of its {target} commits is intact", "begin anew with --restart"
+    )
     anew = home.farflung("up", home.write_run("wiped", tiny_model, run={"steps": 1}), "--restart", "--json")
     assert anew.code == 0, anew.err
     assert anew.json["steps"] == 1
@@ -184,9 +188,11 @@ def test_a_deleted_run_does_not_come_back(home: Home, tiny_model: Path) -> None:
 
 
 def test_a_run_whose_newest_commits_are_lost_goes_back_says_so_and_ends_well(home: Home, tiny_model: Path) -> None:
-    config = home.write_run("holed", tiny_model, run={"steps": 12})
+    config = home.write_run("holed", tiny_model, run={"steps": 5000})
     directory = home.directory / "runs" / "holed"
     last = stopped_after(home, config, 5)[-1]["step"]
+    target = last + 7
+    config = home.write_run("holed", tiny_model, run={"steps": target})
     [incarnation] = [
         path for path in (directory / "servers/objects/farflung/runs/holed").iterdir() if path.name != "history"
     ]
@@ -201,11 +207,11 @@ def test_a_run_whose_newest_commits_are_lost_goes_back_says_so_and_ends_well(hom
     assert again.code == 0, again.err
     assert "note: the newest 2 step(s) are lost from the store" in again.err
     assert f"it goes on from step {intact}, version {intact}" in again.err
-    assert again.json["steps"] == again.json["head"] == 12
+    assert again.json["steps"] == again.json["head"] == target
     assert_balanced(again.json)
-    assert again.json["groups_trained"] + again.json["groups_skipped"] == 12 * 4
+    assert again.json["groups_trained"] + again.json["groups_skipped"] == target * 4
     anew = ask(home, directory, "adapters", "list", "holed")
-    assert [record["adapter"]["version"] for record in anew] == list(range(1, 13))
+    assert [record["adapter"]["version"] for record in anew] == list(range(1, target + 1))
     assert all(record["state"] == "committed" for record in anew)
     for old, new in zip(lost, anew[intact:], strict=False):
         same = old["adapter"]["sha256"] == new["adapter"]["sha256"]
@@ -225,16 +231,17 @@ def test_another_machine_goes_on_with_nothing_but_broker_and_store(
     )  # fmt: skip
     try:
         options = services.options
-        config = here.write_run("moved", tiny_model, run={"steps": 400})
+        config = here.write_run("moved", tiny_model, run={"steps": 5000})
         first = here.start("learner", config, "--dir", "log", "--threads", 1, *options)
         fleet.start("router", "--fleet", "tiny", *options)
         fleet.start("actor", "--model", tiny_model, "--code", fleet.directory, "--threads", 1, *options)
         first.until(lambda: made_step(here.directory / "log", 3), "step 3")
+        config = there.write_run("moved", tiny_model, run={"steps": 5000})
+        refused = there.farflung("learner", config, "--threads", 1, *options)
+        assert_refused(refused, 5, "run moved is held by the learner learner-")
         first.kill()
         target = read_steps(here.directory / "log")[-1]["step"] + 4
         config = there.write_run("moved", tiny_model, run={"steps": target})
-        refused = there.farflung("learner", config, "--threads", 1, *options)
-        assert_refused(refused, 5, "run moved is held by the learner learner-")
         second = resumed(there, config, options)
         steps = read_steps(there.directory / "log")
         assert [step["step"] for step in steps] == list(range(1, target + 1)), "the log is made again from the commits"
@@ -329,7 +336,7 @@ def test_a_run_branched_from_a_finished_one_begins_with_its_version_and_never_wi
 
 @pytest.mark.timeout(600)  # three whole runs
 def test_a_run_that_failed_goes_on_once_it_is_mended_and_its_ledger_is_exact(home: Home, tiny_model: Path) -> None:
-    config = home.write_run("broken", tiny_model, run={"steps": 8})
+    config = home.write_run("broken", tiny_model, run={"steps": 5000})
     directory = home.directory / "runs" / "broken"
     before = stopped_after(home, config, 3)
     home.write("reward.py", "def low_letters(completions, **columns):\n    raise RuntimeError('the judge is ill')\n")
@@ -338,11 +345,13 @@ def test_a_run_that_failed_goes_on_once_it_is_mended_and_its_ledger_is_exact(hom
     [listed] = ask(home, directory, "runs", "list")
     assert listed["state"] == "failed"
     home.write("reward.py", REWARD)
+    target = read_steps(directory)[-1]["step"] + 5
+    config = home.write_run("broken", tiny_model, run={"steps": target})
     mended = home.farflung("up", config, "--json")
     assert mended.code == 0, mended.err
-    assert mended.json["steps"] == 8
+    assert mended.json["steps"] == target
     assert_balanced(mended.json)
-    assert mended.json["groups_trained"] + mended.json["groups_skipped"] == 8 * 4
+    assert mended.json["groups_trained"] + mended.json["groups_skipped"] == target * 4
     steps = read_steps(directory)
     assert steps[: len(before)] == before
     for earlier, later in itertools.pairwise(steps):
