@@ -6,6 +6,7 @@ python -m tests.chaos.simulation --seed 4711               one seed: its story, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ STORY_LINES = 120
 """A longer story is shown by its beginning and its end."""
 
 CHUNKS_PER_WORKER = 40
-"""After so many chunks a worker makes way for a fresh one."""
+"""After so many chunks each, workers make way for fresh ones."""
 
 
 def play(schedule: Schedule, *, verbose: bool = False) -> Outcome:
@@ -64,6 +65,19 @@ def chunk(first: int, count: int) -> tuple[int, int, int, list[tuple[int, str]]]
     return count, sum(o.callbacks for o in outcomes), sum(o.commits for o in outcomes), failed
 
 
+def _chunks(first: int, schedules: int, jobs: int) -> Iterator[tuple[int, int, int, list[tuple[int, str]]]]:
+    """What `chunk` says of every piece, in order.
+
+    Workers grow, so that all are replaced now and then. A pool that is told to do so itself (`max_tasks_per_child`)
+    may forget to start a new one, and wait for ever.
+    """
+    context = get_context("spawn")
+    pieces = _pieces(first, schedules)
+    while batch := list(itertools.islice(pieces, jobs * CHUNKS_PER_WORKER)):
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            yield from pool.map(chunk, *zip(*batch, strict=True))
+
+
 def _pieces(first: int, schedules: int) -> Iterator[tuple[int, int]]:
     for begin in range(first, first + schedules, CHUNK):
         yield begin, min(CHUNK, first + schedules - begin)
@@ -74,16 +88,14 @@ def many(first: int, schedules: int, jobs: int) -> int:
     began = time.monotonic()
     played = callbacks = commits = said = 0
     failures: list[tuple[int, str]] = []
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=CHUNKS_PER_WORKER) as pool:
-        for count, ran, made, failed in pool.map(chunk, *zip(*_pieces(first, schedules), strict=True)):
-            played, callbacks, commits = played + count, callbacks + ran, commits + made
-            failures += failed
-            for seed, violation in failed:
-                print(f"seed {seed}: {violation.strip().splitlines()[-1]}", flush=True)
-            if played // 5000 > said:
-                said = played // 5000
-                print(f"{played} schedules, {len(failures)} failed, {time.monotonic() - began:.0f} s", flush=True)
+    for count, ran, made, failed in _chunks(first, schedules, jobs):
+        played, callbacks, commits = played + count, callbacks + ran, commits + made
+        failures += failed
+        for seed, violation in failed:
+            print(f"seed {seed}: {violation.strip().splitlines()[-1]}", flush=True)
+        if played // 5000 > said:
+            said = played // 5000
+            print(f"{played} schedules, {len(failures)} failed, {time.monotonic() - began:.0f} s", flush=True)
     seconds = time.monotonic() - began
     print(
         f"{played} schedules, {commits} commits, {callbacks} events in {seconds:.0f} s on {jobs} cores; "
