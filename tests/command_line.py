@@ -132,7 +132,7 @@ class Home:
         return path
 
     def write_run(self, name: str, model: Path, **sections: Mapping[str, object]) -> Path:
-        """Write the configuration of a small run: 2 actors, few short episodes, and what `sections` say otherwise."""
+        """Write the configuration of a small run: 1 actor, few short episodes, and what `sections` say otherwise."""
         plain: dict[str, dict[str, object]] = {
             "run": {"name": name, "model": str(model)},
             "tasks": {"source": "tasks.jsonl"},
@@ -140,7 +140,7 @@ class Home:
             "sampling": {"max_new_tokens": 8},
             "algorithm": {"group_size": 8, "groups_per_step": 4, "max_staleness": 1},
             "optimizer": {"lr": 1e-2},
-            "fleet": {"actors": 2},
+            "fleet": {"actors": 1},
         }
         for section, changes in sections.items():
             plain[section] = {**plain.get(section, {}), **changes}

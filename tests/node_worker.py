@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -45,9 +46,9 @@ SETTINGS = {
 }
 
 
-def train(policy: Policy) -> tuple[dict[str, object], dict[str, object]]:
+def train(policy: Policy) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two steps and a score; the gradients of the second step, and everything else that can be compared."""
-    gradients: dict[str, object] = {}
+    gradients: dict[str, Any] = {}
 
     def keep(label: str) -> None:
         if label == "after_backward":
@@ -83,8 +84,9 @@ def main() -> None:
 
 def sharded_share(policy: Policy) -> float:
     """The share of the layers' frozen parameters that this process holds."""
-    frozen = [p for p in policy._decoder.layers.parameters() if not p.requires_grad]  # type: ignore[union-attr]
-    return sum(p.to_local().numel() for p in frozen) / sum(p.numel() for p in frozen)  # type: ignore[operator]
+    layers: Any = policy._decoder.layers
+    frozen = [parameter for parameter in layers.parameters() if not parameter.requires_grad]
+    return sum(part.to_local().numel() for part in frozen) / sum(whole.numel() for whole in frozen)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -215,7 +216,7 @@ def _can_run(venvs: tuple[str, ...]) -> bool:
 
 def _harness(
     scenarios: list[str], routers: list[str], *, slowed: bool = False, show: bool = False
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Run the harness and return its rows; peers that are not installed are left out by it."""
     if not _can_run(("mock",)):
         sys.exit(f"expected the harness in {HARNESS} and its needs in {VENVS}/venv-router-mock; its README says which")

@@ -158,9 +158,9 @@ class Fleet:
         self._roster._changed = activator.wake.set
         self._tasks.append(asyncio.create_task(activator.run()))
         watch = self.clock.watch
-        session.put = watch("put", session.put)  # type: ignore[method-assign]
-        session._put_version = watch("announce", session._put_version)  # type: ignore[method-assign]
-        session.activate = watch("activate", session.activate)  # type: ignore[method-assign]
+        session.put = watch("put", session.put)  # type: ignore[assignment]
+        session._put_version = watch("announce", session._put_version)  # type: ignore[assignment]
+        session.activate = watch("activate", session.activate)  # type: ignore[assignment]
         try:
             yield self
         finally:
@@ -175,8 +175,8 @@ class Fleet:
         work = self._directory / f"{self.name}-{number}"
         engine = self._engine or await self._scripted(work)
         cache = AdapterCache(self._store, work)
-        cache.fetch = self.clock.watch("fetch+verify", cache.fetch)  # type: ignore[method-assign]
-        engine.load_adapter = self.clock.watch("load", engine.load_adapter)  # type: ignore[method-assign]
+        cache.fetch = self.clock.watch("fetch+verify", cache.fetch)  # type: ignore[assignment]
+        engine.load_adapter = self.clock.watch("load", engine.load_adapter)  # type: ignore[assignment]
         replica = Replica(
             self._bus, registry, cache, engine, fleet=self.name, id=f"replica-{self.name}-{number}", model="m"
         )

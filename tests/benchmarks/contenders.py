@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from broker.blocks import BLOCK, chain
 from router.placement import SPILL_REQUESTS, Placer, Request
 from tests.benchmarks.fleet import Done, split
@@ -126,7 +128,7 @@ class Ours:
         placer = self.placers[hash(ask.group) % len(self.placers)]
         self._owners[id] = placer
         placer.expire(now)
-        told = {"group": f"g{ask.group}", "siblings": self._scenario.size} if self._told else {}
+        told: dict[str, Any] = {"group": f"g{ask.group}", "siblings": self._scenario.size} if self._told else {}
         placed = placer.place(Request(id, ask.prompt, self._scenario.most, adapter=ask.adapter, **told), now)
         assert placed is not None
         return self._numbers[placed.replica]

@@ -104,8 +104,8 @@ def simulate(rule: CreditRule, supply: float, *, steps: int = STEPS, seed: int =
         elif what in running:
             version = running.pop(what)
             ready = SimpleNamespace(group=what, version=version, index=what)
-            held: Any = SimpleNamespace(id=str(what), version=version, ready=ready)
-            buffer.add(held)
+            finished: Any = SimpleNamespace(id=str(what), version=version, ready=ready)
+            buffer.add(finished)
     outcome.seconds = now
     return outcome
 

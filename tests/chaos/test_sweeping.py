@@ -15,6 +15,7 @@ pytestmark = pytest.mark.servers
 
 
 def blobs_of(commit: Checkpoint) -> list[BlobRef]:
+    assert commit.optimizer is not None
     return [commit.weights, commit.optimizer, *(group.blob for group in commit.trained)]
 
 

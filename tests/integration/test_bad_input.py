@@ -394,6 +394,7 @@ def rough(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         tasks={"shuffle": False},
         environment={"rewards": ["reward.py:score"]},
         algorithm={"group_size": 4, "groups_per_step": 2},
+        fleet={"actors": 2},
     )
     directory = home.directory / "runs" / "rough"
     try:

@@ -123,7 +123,7 @@ def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Run]:
     """A run that went to its end."""
     home = new_home(tmp_path_factory.mktemp("full"))
-    config = home.write_run("tiny", tiny_model, run={"steps": STEPS})
+    config = home.write_run("tiny", tiny_model, run={"steps": STEPS}, fleet={"actors": 2})
     ended = home.farflung("up", config, "--json")
     assert ended.code == 0, ended.err
     directory = home.directory / "runs" / "tiny"
@@ -351,7 +351,7 @@ def test_publishing_loading_and_activating_hang_under_their_step(run: Run) -> No
 
 
 def test_an_interrupted_run_leaves_no_process_and_goes_on_where_it_stopped(home: Home, tiny_model: Path) -> None:
-    config = home.write_run("halted", tiny_model, run={"steps": 5000})
+    config = home.write_run("halted", tiny_model, run={"steps": 5000}, fleet={"actors": 2})
     directory = home.directory / "runs" / "halted"
     first = home.start("up", config, "--json")
     first.until(lambda: made_step(directory, 3), "step 3")
@@ -366,7 +366,7 @@ def test_an_interrupted_run_leaves_no_process_and_goes_on_where_it_stopped(home:
 
     before = read_steps(directory)
     target = before[-1]["step"] + 12
-    config = home.write_run("halted", tiny_model, run={"steps": target})
+    config = home.write_run("halted", tiny_model, run={"steps": target}, fleet={"actors": 2})
     again = home.farflung("up", config, "--json")
     assert again.code == 0, again.err
     steps = read_steps(directory)

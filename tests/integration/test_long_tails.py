@@ -65,8 +65,8 @@ def slow_world(fleet: Fleet, slow: list[int], **sections: Any) -> Any:
 
 def seen(fleet: Fleet, what: str) -> list[int]:
     """The numbers of the tasks whose episodes `began`, `ended`, or were `cancelled`."""
-    found: list[int] = load_object(f"world.py:{what}", roots=[fleet.directory])
-    return found
+    found: Any = load_object(f"world.py:{what}", roots=[fleet.directory])
+    return list(found)
 
 
 async def test_slow_episodes_stall_nothing_leak_nothing_and_are_reported_by_length_and_duration(fleet: Fleet) -> None:

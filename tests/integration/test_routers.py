@@ -96,11 +96,11 @@ def start(command: list[str], directory: Path, environment: dict[str, str]) -> s
 async def scene(
     bus: Bus, registry: Registry, store: Store, nats_server: Server, store_server: Server, tmp_path: Path
 ) -> AsyncIterator[Scene]:
-    engines = [StubEngine() for _ in range(3)]
+    engines: list[Any] = [StubEngine() for _ in range(3)]
     replicas = [
         Replica(
             bus, registry, AdapterCache(store, tmp_path / f"{n}"), engine, fleet=FLEET, id=f"replica-{n}", model="m"
-        )  # type: ignore[arg-type]
+        )
         for n, engine in enumerate(engines)
     ]
     parts = [asyncio.create_task(replica.run()) for replica in replicas]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -126,11 +125,11 @@ async def test_a_run_with_slow_episodes_and_huge_groups_does_not_keep_every_slot
     await fleet.learner(quick)
     await goes_on(fleet, quick, 2)
     await fleet.learner(slow)
-    begun: list[str] = load_object("world.py:begun", roots=[fleet.directory])
+    begun: Any = load_object("world.py:begun", roots=[fleet.directory])
     await until(lambda: len(begun) >= 4, within=30, what="a group of the slow run is under way")
     await goes_on(fleet, quick, 30)
     assert len(begun) == 4, "the slow run got its half and no more, while the other wants the rest"
-    gate: asyncio.Event = load_object("world.py:gate", roots=[fleet.directory])
+    gate: Any = load_object("world.py:gate", roots=[fleet.directory])
     gate.set()
     await goes_on(fleet, slow, 2)
     await goes_on(fleet, quick)

@@ -40,7 +40,7 @@ def kill(up: Command, words: str) -> None:
 
 
 def test_a_run_outlives_its_learner_an_actor_the_router_the_broker_and_the_store(home: Home, tiny_model: Path) -> None:
-    config = home.write_run("tough", tiny_model, run={"name": "tough", "model": str(tiny_model), "steps": STEPS})
+    config = home.write_run("tough", tiny_model, run={"steps": STEPS}, fleet={"actors": 2})
     directory = home.directory / "runs" / "tough"
     up = home.start("up", config, "--json")
 

@@ -28,7 +28,7 @@ def tokens(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()  # type: ignore[no-any-return]
 
 
-def stored(hashes: list[Any], parent: Any, ids: list[int], lora: str | None = None, extra: Any = None) -> list[Any]:
+def stored(hashes: list[Any], parent: Any, ids: list[Any], lora: str | None = None, extra: Any = None) -> list[Any]:
     return ["BlockStored", hashes, parent, ids, 16, None, "GPU", lora, extra]
 
 

@@ -117,7 +117,7 @@ def test_an_evaluation_is_sampled_and_scored_like_training_unless_told_otherwise
 def test_an_objectives_defaults_are_filled_in_and_the_others_stay_empty() -> None:
     spec = check(changed("algorithm.objective", "gspo"), "x").algorithm
     assert (spec.clip_low, spec.clip_high, spec.normalisation) == (3e-4, 4e-4, "sequence")
-    assert spec.dual_clip is spec.ratio_max is spec.importance_level is None
+    assert (spec.dual_clip, spec.ratio_max, spec.importance_level) == (None, None, None)
     assert spec.parameters == {"clip_low": 3e-4, "clip_high": 4e-4}
 
 

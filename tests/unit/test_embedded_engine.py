@@ -806,6 +806,7 @@ async def test_a_failing_forward_fails_only_its_requests(
         assert isinstance(unlucky, GenerationError)
         assert unlucky.retryable
         assert "on fire" in str(unlucky)
+        assert isinstance(lucky, Generation)
         assert lucky.token_ids.tolist() == reference.greedy(None, prompt_of(9), 12)
         health = await engine.health()
         assert health.ok
@@ -846,13 +847,15 @@ async def test_an_adapter_that_overflows_fails_its_own_requests_only(
     wild = save_adapter(tiny, tmp_path, seed=0, std=1e25, target_modules="all-linear")
     async with serving(tiny, {"wild": wild}) as engine:
         for _ in range(2):
-            broken, sound = await asyncio.gather(
+            found: list[Generation | BaseException] = await asyncio.gather(
                 engine.generate("broken", "wild", prompt_of(8), GREEDY),
                 engine.generate("sound", None, prompt_of(8), GREEDY),
                 return_exceptions=True,
             )
+            broken, sound = found
             assert isinstance(broken, GenerationError)
             assert "not finite" in str(broken)
+            assert isinstance(sound, Generation)
             assert sound.token_ids.tolist() == reference.greedy(None, prompt_of(8), 12)
 
 

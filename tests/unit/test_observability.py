@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ CALM = Readings(
         ({"rollout_wait": 0.8, "outside_generation": 0.9}, "environment"),
     ],
 )
-def test_each_bottleneck_is_named(changes: dict[str, float], expected: Bottleneck) -> None:
+def test_each_bottleneck_is_named(changes: dict[str, Any], expected: Bottleneck) -> None:
     verdict = diagnose(replace(CALM, **changes))
     assert verdict.bottleneck == expected
     assert verdict.sentence

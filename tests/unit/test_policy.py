@@ -119,6 +119,7 @@ def test_a_packed_step_has_the_loss_and_gradient_of_one_sequence_at_a_time(tiny_
     loss = torch.zeros((), dtype=torch.float64)
     for s in batch:
         ratio = (plain_logprobs(model, s.token_ids, s.trained) - torch.from_numpy(s.behaviour[s.trained])).exp()
+        assert ALGORITHM.clip_low is not None and ALGORITHM.clip_high is not None
         clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
         loss = loss - torch.minimum(ratio * s.advantage, clipped * s.advantage).sum() / count
     loss.backward()  # type: ignore[no-untyped-call]

@@ -156,7 +156,14 @@ async def test_a_run_whose_broker_was_wiped_before_its_first_commit_keeps_its_in
 async def test_epochs_go_on_rising_over_wipes_and_restarts() -> None:
     world = World()
     epochs = []
-    for options, wipe in (({}, True), ({}, False), ({"restart": True}, True), ({"restart": True}, True), ({}, True)):
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({}, False),
+        ({"restart": True}, True),
+        ({"restart": True}, True),
+        ({}, True),
+    ]
+    for options, wipe in cases:
         session = await world.start(**options)
         epochs.append(session.head.epoch)
         if wipe:

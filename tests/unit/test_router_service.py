@@ -272,12 +272,12 @@ async def test_a_request_that_is_cancelled_while_others_are_sent_is_not_placed()
     subject.take_in()
     send = subject.bus.send
 
-    async def send_and_cancel(to: str, body: object, **more: object) -> None:
+    async def send_and_cancel(to: str, body: object, **more: Any) -> None:
         await send(to, body, **more)
         if to == names.replica_generate("a"):
             await subject.router._on_cancel(message(CancelRequest(id="second")))
 
-    subject.bus.send = send_and_cancel  # type: ignore[method-assign]
+    subject.bus.send = send_and_cancel  # type: ignore[assignment]
     await subject.router._retry_waiting()
     assert subject.placed() == [("a", "first")]
 

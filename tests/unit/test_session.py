@@ -87,7 +87,7 @@ async def test_a_learner_that_goes_on_completes_the_commit_of_one_that_died_in_i
         written.append(new)
         return revision + 1
 
-    registry.version, registry.put_version = version, put_version  # type: ignore[attr-defined, method-assign]
+    registry.version, registry.put_version = version, put_version  # type: ignore[attr-defined, assignment]
     last = replace(checkpoint(7, 7), weights=adapter.blob, rewards=[0.1, 0.5])
     where = BlobRef(key="state", size=1, sha256="0" * 64)
     await subject.complete_commit(last, where)

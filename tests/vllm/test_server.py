@@ -118,11 +118,12 @@ def row(prompt: Any, result: Generation) -> Row:
 async def test_base_and_two_versions_at_once_have_the_learners_logprobs(
     engine: VllmEngine, policy: Policy, versions: dict[str, bytes], directories: dict[str, Path]
 ) -> None:
-    for name in NAMES:
-        await engine.load_adapter(name, directories[name])
+    for loaded in NAMES:
+        await engine.load_adapter(loaded, directories[loaded])
     asked = [(name, prompt) for prompt in prompts(6) for name in (None, *NAMES)]
     results = await asyncio.gather(*(sample(engine, name, prompt) for name, prompt in asked))
-    for name in (None, *NAMES):
+    everyone: list[str | None] = [None, *NAMES]
+    for name in everyone:
         mine = [(prompt, result) for (by, prompt), result in zip(asked, results, strict=True) if by == name]
         rows = [row(prompt, result) for prompt, result in mine]
         assert {result.adapter for _, result in mine} == {name}
@@ -195,8 +196,8 @@ class Cached:
 async def test_what_the_server_caches_and_evicts_is_told_in_our_hashes(
     engine: VllmEngine, directories: dict[str, Path]
 ) -> None:
-    for name in NAMES:
-        await engine.load_adapter(name, directories[name])
+    for loaded in NAMES:
+        await engine.load_adapter(loaded, directories[loaded])
     cached = Cached(engine, (await engine.health()).block)
     (prompt,) = prompts(1, length=3 * cached.block + 10, seed=21)
     whole = 3 * cached.block

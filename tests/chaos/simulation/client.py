@@ -445,7 +445,12 @@ class KeyValue:
             if not early:
                 watcher.put(None)
             bucket.watchers.append(watcher.tell)
-            watcher.leave = lambda: watcher.tell in bucket.watchers and bucket.watchers.remove(watcher.tell)
+
+            def leave() -> None:
+                if watcher.tell in bucket.watchers:
+                    bucket.watchers.remove(watcher.tell)
+
+            watcher.leave = leave
             self._connection.process.on_death.append(watcher.leave)
 
         await self._ask(begin)

@@ -117,7 +117,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
         handle = Handle(when, callback, args, context if context is not None else copy_context())

@@ -158,6 +158,7 @@ class Referee:
         """The history that the committed weights have, which must be that of the commit before and this step."""
         histories = []
         for part in (checkpoint.weights, checkpoint.optimizer):
+            assert part is not None
             found = self._objects.ever_held(part.key)
             if found is None:
                 self.fail(f"step {checkpoint.step} was committed without {part.key} in the store")

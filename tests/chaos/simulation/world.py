@@ -98,7 +98,7 @@ class World:
         self.schedule = schedule
         self.shape = schedule.shape
         self.random = Random(schedule.seed)
-        self.loop = VirtualLoop(self._executor_seconds)
+        self.loop = VirtualLoop(self._executor_seconds)  # type: ignore[abstract]
         self.server = Server(self.loop, self.random.randrange)
         self.objects = Objects(self.loop.time)
         self.story: list[str] = []
@@ -228,7 +228,7 @@ class World:
         bus, store = self._connect(process)
         registry = await Registry.open(bus)
         await store.open()
-        engine = PlayedEngine(self.spec.adapter_slots, lambda: self.random.uniform(0.02, 0.4))
+        engine: Any = PlayedEngine(self.spec.adapter_slots, lambda: self.random.uniform(0.02, 0.4))
         self._engines[process.kind] = engine
         cache: Any = PlayedCache(store)
         tokenizer: Any = PlayedTokenizer()
@@ -404,7 +404,7 @@ class World:
         global_random.seed(self.schedule.seed)
         tokens = Random(self.schedule.seed)
         original = secrets.token_hex
-        secrets.token_hex = lambda count=8: f"{tokens.getrandbits(8 * count):0{2 * count}x}"  # type: ignore[assignment]
+        secrets.token_hex = lambda nbytes=None: f"{tokens.getrandbits(8 * (nbytes or 8)):0{2 * (nbytes or 8)}x}"
         try:
             for name in ["learner", *(f"router-{n}" for n in range(self.shape.routers))]:
                 self.loop.in_world(self.random.uniform(0.0, 0.5), self._start_if_gone, name)
