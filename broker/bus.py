@@ -407,8 +407,8 @@ class Bus:
             raise ConsumerGone(f"{stream} does not accept the consumer {name}: {error.description}") from error
         return Puller(self.jetstream, subscription, stream, name)
 
-    async def delete_consumers(self, stream: str, *, keep: str) -> list[str]:
-        """Delete every consumer of `stream` but `keep`; returns their names.
+    async def delete_consumers(self, stream: str, doomed: Callable[[str], bool]) -> list[str]:
+        """Delete the consumers of `stream` whose names are `doomed`; returns those names.
 
         Raises ConsumerGone when there is no such stream, ConnectionFailed.
         """
@@ -416,11 +416,16 @@ class Bus:
             infos = await self.answered(f"for {stream}", lambda: self.jetstream.consumers_info(stream))
         except nats.js.errors.NotFoundError as error:
             raise ConsumerGone(f"the stream {stream} is gone") from error
-        others = [str(info.name) for info in infos if info.name != keep]
-        for name in others:
+        found = [str(info.name) for info in infos if doomed(str(info.name))]
+        for name in found:
             with contextlib.suppress(nats.js.errors.NotFoundError):
                 await self.answered(f"to delete {name}", partial(self.jetstream.delete_consumer, stream, name))
-        return others
+        return found
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Remove every message at `subject` from `stream`. Raises ConnectionFailed."""
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            await self.answered(f"to purge {subject}", lambda: self.jetstream.purge_stream(stream, subject=subject))
 
     async def answered(self, what: str, ask: Callable[[], Awaitable[T]], patience: float = 30.0) -> T:
         """What the broker answers to a request that may be repeated. Raises ConnectionFailed, or what it refuses."""

@@ -26,6 +26,7 @@ POINTS = (
     "learner.adapter_uploaded",
     "learner.adapter_offered",
     "learner.optimizer_uploaded",
+    "learner.state_uploaded",
     "learner.before_commit",
     "learner.after_commit",
     "learner.before_acknowledgements",

@@ -50,6 +50,12 @@ def learner_consumer(run: str, incarnation: str, epoch: int) -> str:
     return f"learner-{run}-{incarnation}-e{epoch}"
 
 
+def consumer_epoch(consumer: str) -> int:
+    """The epoch that the name of a learner's consumer holds, 0 for any other name."""
+    epoch = consumer.rpartition("-e")[2]
+    return int(epoch) if epoch.isdecimal() else 0
+
+
 def generate_subject(fleet: str) -> str:
     """Generation requests: routers share it as a queue group."""
     return f"generate.{fleet}"
@@ -104,8 +110,13 @@ def control_key(run: str) -> str:
     return f"{run}.control"
 
 
+def group_stem(run: str, incarnation: str) -> str:
+    """What the ids of an incarnation's groups begin with."""
+    return f"{run}-{incarnation}-"
+
+
 def group_id(run: str, incarnation: str, index: int) -> str:
-    return f"{run}-{incarnation}-{index:08d}"
+    return f"{group_stem(run, incarnation)}{index:08d}"
 
 
 def adapter_name(run: str, version: int, sha256: str) -> str:

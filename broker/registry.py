@@ -116,10 +116,12 @@ class Bucket:
                 raise ConnectionFailed(f"NATS at {self._bus.url} refuses to store {self.name}/{key}")
             await asyncio.sleep(0.05)
 
-    async def delete(self, key: str) -> None:
-        """Remove a key. Like `put`, quietly gives up while the broker is away."""
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Remove a key, with `revision` only while it is at that. Like `put`, quietly gives up while the broker is
+        away.
+        """
         with contextlib.suppress(nats.errors.Error, TimeoutError):
-            await self._kv.delete(key)
+            await self._kv.delete(key, last=revision)
 
     async def keys(self, pattern: str) -> list[str]:
         """The keys that match a NATS subject pattern, sorted; one that was deleted may be among them.
@@ -325,6 +327,13 @@ class Registry:
 
     async def put_control(self, control: Control) -> None:
         await self.runs.put(names.control_key(control.run), control.encode())
+
+    async def forget_versions(self, run: str, *, but: str) -> None:
+        """Remove the version records of every incarnation of a run `but` one, as they are now."""
+        for key in await self.runs.keys(names.version_keys(run)):
+            entry = await self.runs.get(key)
+            if entry and decode(entry.value, VersionRecord).incarnation != but:
+                await self.runs.delete(key, entry.revision)
 
     async def forget(self, run: str) -> None:
         """Remove every record of a run, the head last: whoever dies meanwhile can do it again."""

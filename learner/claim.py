@@ -29,6 +29,11 @@ from learner.history import history_of, newest_head
 
 log = logging.getLogger(__name__)
 
+UNHEARD_CLAIMS = 1000
+"""Epochs that are left out when the broker's record is lost. Claims of which a full store could not be told are unknown
+then, and an epoch must not come twice.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -76,6 +81,8 @@ async def claim(
     history = await history_of(store, run)
     old, revision = found or (None, 0)
     epoch = max(history.epoch, old.epoch if old else 0) + 1
+    if history.copies and (old is None or history.ahead_of(old)):
+        epoch += UNHEARD_CLAIMS
     if old is not None and old.epoch <= history.deleted:
         log.warning("run %s was being deleted when that was cut short; it begins anew", run)
         old = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable
 
 from opentelemetry.trace import Span
 
@@ -29,7 +31,20 @@ def task_seed(run_seed: int, index: int) -> int:
 class Feeder:
     """Makes tasks and publishes them. Owns the traces of open groups."""
 
-    def __init__(self, bus: Bus, source: TaskSource, spec: RunSpec, ledger: Ledger, head: Head) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        source: TaskSource,
+        spec: RunSpec,
+        ledger: Ledger,
+        head: Head,
+        *,
+        retake: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`retake` is called when a task was not taken: it sees to the stream, and raises Fenced where this epoch is
+        over.
+        """
+        self._retake = retake
         self._bus = bus
         self._source = source
         self._spec = spec
@@ -104,6 +119,9 @@ class Feeder:
                 self.trouble = f"a task cannot be issued: {error}"
                 log.warning("task %s not issued yet: %s", group, error)
                 await asyncio.sleep(1.0)
+                if self._retake is not None:
+                    with contextlib.suppress(ConnectionFailed):
+                        await self._retake()
                 continue
             self.trouble = ""
             self.publishing.discard(group)

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from broker import faults, names
 from broker.bus import MAX_DELIVERIES, Bus, ConsumerGone, advisory_sequence
-from broker.errors import ConnectionFailed, Fenced, MalformedMessage, ObjectMissing, StoreError
+from broker.errors import ConnectionFailed, MalformedMessage, ObjectMissing, StoreError
 from broker.messages import AdapterRef, BlobRef
 from broker.runspec import RunSpec
 from broker.store import Store, reference
@@ -99,12 +99,10 @@ class Janitor:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                why = await self._session.fenced()
+                await self._session.require()
             except ConnectionFailed as error:
                 log.warning("%s; going on when it is back", error)
                 continue
-            if why is not None:
-                raise Fenced(f"{why}. Nothing that this learner had not committed counts")
             with contextlib.suppress(nats.errors.Error, TimeoutError, ConnectionFailed, ConsumerGone):
                 await self._compare()
             if self._clock() - self._inspected > INSPECT_SECONDS:
@@ -243,9 +241,10 @@ class Janitor:
             places = contested([*groups, *versions, *checkpoints], now=now, grace_hours=storage.grace_hours)
             doomed += losers(places, await self._named(head.checkpoint, places))
             for key in dict.fromkeys(doomed):
+                await self._session.require()  # what is doomed in one epoch may be needed in the next
                 await self._store.remove(key)
                 faults.reached("learner.sweeping")
-        except (StoreError, MalformedMessage) as error:
+        except (StoreError, MalformedMessage, ConnectionFailed) as error:
             log.warning("not swept: %s", error)
             return
         if doomed:

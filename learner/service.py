@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from broker import faults, names
-from broker.bus import Bus, ConsumerGone, actors_consumer, dead_config, groups_config, learner_consumer, tasks_config
+from broker.bus import (
+    Bus,
+    ConsumerGone,
+    Puller,
+    actors_consumer,
+    dead_config,
+    groups_config,
+    learner_consumer,
+    tasks_config,
+)
 from broker.chat import ChatTokenizer
 from broker.code import source_hash
 from broker.ending import end
@@ -281,30 +290,20 @@ class Learner:
         try:
             await self._session.remember_claim()
             await self._bus.ensure_stream(dead_config())
+            await self._session.require()
             control = self._heads.controls.get(run)
             if control is not None and control.wanted in ("stop", "delete"):
                 # That was for the learner before this one. Starting one says that the run is to go on.
                 await self._registry.put_control(Control(run=run, wanted="run"))
-            if claimed.created:
-                await self._forget_predecessor(run)
-                self._steps.begin()
-            await self._bus.ensure_stream(tasks_config(run, head.epoch))
-            # Actors that have the consumer already do not look at its settings again.
-            leases = actors_consumer(self.spec.fleet.lease_seconds)
-            await (await self._bus.puller(names.tasks_stream(run), leases)).close()
-            await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
-            consumer = names.learner_consumer(run, head.incarnation, head.epoch)
-            await self._bus.delete_consumers(names.groups_stream(run), keep=consumer)
-            puller = await self._bus.puller(
-                names.groups_stream(run), learner_consumer(run, head.incarnation, head.epoch)
-            )
+            puller = await self._take_streams(claimed)
             self._policy = await self._in_thread(self._make_policy)
             await self._restore()
             await self._publish_probe()
         finally:
             await end(announcing)
         head = self._session.head
-        self._feeder = Feeder(self._bus, self._source, self.spec, self._ledger, head)
+        self._feeder = Feeder(self._bus, self._source, self.spec, self._ledger, head, retake=self._take_tasks)
+        await self._session.require()
         await self._adopt(run)
         faults.reached("learner.adopted")
         self._intake = Intake(
@@ -373,13 +372,43 @@ class Learner:
             await self._registry.put_node(self._node())
             await asyncio.sleep(PRESENCE_SECONDS / 2)
 
+    async def _take_streams(self, claimed: Claim) -> Puller:
+        """Turn the run's streams over to this epoch, and begin to listen to its answers. Raises Fenced.
+
+        A learner that stood still before it got here, and was displaced meanwhile, must harm nobody when it wakes,
+        wherever in here that is: it looks before each change whether the run is still its own, and none of its changes
+        takes anything from a later epoch but the subject of the tasks, which that one's feeder takes back.
+        """
+        head, run = claimed.head, self.spec.run.name
+        await self._take_tasks()
+        # Actors that have the consumer already do not look at its settings again.
+        leases = actors_consumer(self.spec.fleet.lease_seconds)
+        await (await self._bus.puller(names.tasks_stream(run), leases)).close()
+        await self._bus.ensure_stream(groups_config(run, max(self._rule.window, 1)))
+        await self._bus.delete_consumers(
+            names.groups_stream(run), lambda consumer: names.consumer_epoch(consumer) < head.epoch
+        )
+        if claimed.created:
+            await self._session.require()
+            await self._forget_predecessor(run)
+            self._steps.begin()
+        return await self._bus.puller(names.groups_stream(run), learner_consumer(run, head.incarnation, head.epoch))
+
+    async def _take_tasks(self) -> None:
+        """Let the stream of tasks take this epoch's, if the run is this epoch's. Raises Fenced."""
+        await self._session.require()
+        await self._bus.ensure_stream(tasks_config(self.spec.run.name, self._session.head.epoch))
+
     async def _forget_predecessor(self, run: str) -> None:
-        """A reused name never meets its predecessor's state: its messages and version records go."""
-        await self._bus.delete_stream(names.tasks_stream(run))
-        await self._bus.delete_stream(names.groups_stream(run))
-        for record in await self._registry.versions(run):
-            if record.incarnation != self._session.head.incarnation:
-                await self._registry.runs.delete(names.version_key(run, record.adapter.version))
+        """A reused name never meets its predecessor's state: its messages and version records go, one by one, so that
+        nothing goes that came after this was looked for.
+        """
+        own = names.group_stem(run, self._session.head.incarnation)
+        for stream in (names.tasks_stream(run), names.groups_stream(run)):
+            for subject in await self._bus.subjects_held(stream):
+                if not names.group_at(subject).startswith(own):
+                    await self._bus.purge(stream, subject)
+        await self._registry.forget_versions(run, but=self._session.head.incarnation)
 
     def _load_policy(self) -> Policy:
         return new_policy(self.spec, self._model.directory, model_name=self._model.public_name, threads=self._threads)
@@ -664,6 +693,7 @@ class Learner:
                 seconds=self._seconds(),
             )
             ref = await self._session.store_blob(step, "state", checkpoint.encode())
+            faults.reached("learner.state_uploaded")
             if publish:
                 self._activator.traces[version] = trace
             await self._session.commit(

@@ -125,6 +125,11 @@ class Session:
             return f"run {self.run} is now in epoch {head.epoch}, held by {head.learner or 'nobody'}"
         return None
 
+    async def require(self) -> None:
+        """Go on only if this epoch does. Raises Fenced when another has begun, BrokerLost, ConnectionFailed."""
+        if why := await self.fenced():
+            raise Fenced(f"{why}. Nothing that this learner had not committed counts")
+
     async def _deleted(self) -> bool:
         """Whether somebody deleted the run; a store that cannot be asked knows of nothing."""
         try:

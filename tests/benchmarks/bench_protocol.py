@@ -234,7 +234,7 @@ async def bench_resume(
             await bus.ensure_stream(tasks_config(run))
             await bus.ensure_stream(groups_config(run, window=64))
             config = learner_consumer(run, head.incarnation, head.epoch)
-            await bus.delete_consumers(groups, keep=str(config.durable_name))
+            await bus.delete_consumers(groups, lambda name, epoch=head.epoch: names.consumer_epoch(name) < epoch)  # type: ignore[misc]
             puller = await bus.puller(groups, config)
         with timings.part("commit's objects"):
             again = Session(registry, store, Claim(head, revision, created=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.errors import Fenced
+from broker.faults import POINTS
 from tests.chaos.processes import PATIENCE
 from tests.chaos.scene import Scene
 from tests.waiting import until_true
@@ -12,22 +13,42 @@ from tests.waiting import until_true
 pytestmark = pytest.mark.servers
 
 
+AT_START = ("learner.claimed", "learner.adopted")
+"""Points that a learner passes once, at its start."""
+
+
+@pytest.mark.parametrize("began", ["in the midst", "before the first step"])
+@pytest.mark.parametrize("point", AT_START)
+async def test_a_learner_that_hung_at_its_start_and_was_displaced_changes_nothing(
+    point: str, began: str, scene: Scene
+) -> None:
+    scene.configure(run={"steps": 16})
+    scene.router()
+    scene.actor()
+    if began == "in the midst":
+        await scene.learner(fault="kill learner.batch_taken 3").killed()
+    await displaced(scene, f"stop {point}")
+
+
 @pytest.mark.parametrize(
     "point",
-    [
-        "learner.batch_taken", "learner.adapter_uploaded", "learner.before_commit", "learner.after_commit",
-        "learner.before_acknowledgements", "learner.before_activation",
-    ],
-)  # fmt: skip
+    [point for point in POINTS if point.startswith("learner.") and point not in (*AT_START, "learner.sweeping")],
+)
 async def test_a_learner_that_hung_and_was_displaced_changes_nothing_and_says_why_it_leaves(
     point: str, scene: Scene
 ) -> None:
     scene.configure(run={"steps": 16})
     scene.router()
     scene.actor()
-    hung = scene.learner(fault=f"stop {point} 2")
+    await displaced(scene, f"stop {point} 2")
+
+
+async def displaced(scene: Scene, fault: str) -> None:
+    """A learner stands still at a point, another one takes its place and makes steps; then the first one goes on."""
+    hung = scene.learner(fault=fault)
     await hung.halted()
-    there = (await scene.head()).step
+    held = await scene.head()
+    there, epoch = held.step, held.epoch + 1
     other = scene.learner("--take-over")
 
     async def went_on() -> bool:
@@ -41,7 +62,7 @@ async def test_a_learner_that_hung_and_was_displaced_changes_nothing_and_says_wh
 
     hung.proceed()
     assert await hung.wait() == Fenced.exit_code
-    assert "epoch 2" in hung.said.splitlines()[-1], "it says by whom it was displaced"
+    assert f"epoch {epoch}" in hung.said.splitlines()[-1], "it says by whom it was displaced"
     assert await scene.record() == before, "head, versions, tasks and groups are as they were"
     assert objects <= await scene.objects(), "at most it has added what nothing refers to"
 

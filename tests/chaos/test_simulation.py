@@ -48,7 +48,7 @@ PLANTED = {
             return (await self.get(key)).revision
         Bucket.compare_and_set = reckless
         """,
-        "",
+        "who wrote in it|was written after epoch",
     ),
     "a version is active before a replica serves it": (
         """

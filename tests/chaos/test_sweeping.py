@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.errors import Fenced
 from broker.messages import BlobRef
 from learner.checkpoint import Checkpoint
 from learner.sweep import contested, place_of
@@ -19,7 +20,8 @@ def blobs_of(commit: Checkpoint) -> list[BlobRef]:
     return [commit.weights, commit.optimizer, *(group.blob for group in commit.trained)]
 
 
-async def test_a_learner_killed_while_it_sweeps_has_removed_nothing_that_counts(scene: Scene) -> None:
+@pytest.mark.parametrize("how", ["killed", "stopped and displaced"])
+async def test_a_learner_that_does_not_end_its_sweep_has_removed_nothing_that_counts(how: str, scene: Scene) -> None:
     scene.configure(run={"steps": 16}, storage={"grace_hours": 0.0, "sweep_seconds": 1.0})
     scene.router()
     scene.actor()
@@ -38,18 +40,23 @@ async def test_a_learner_killed_while_it_sweeps_has_removed_nothing_that_counts(
     async def made_again() -> bool:
         return (await scene.head()).step >= 4
 
-    sweeping = scene.learner(fault="kill learner.sweeping 1")
+    sweeping = scene.learner(fault=f"{'kill' if how == 'killed' else 'stop'} learner.sweeping 1")
     await until_true(made_again, within=PATIENCE, what="the steps are made again")
     await scene.want("pause")
-    await sweeping.killed()
+    await (sweeping.killed() if how == "killed" else sweeping.halted())
     named = {blob.key for commit in await scene.commits() for blob in blobs_of(commit)}
     assert named <= await scene.objects(), "what commits name is there"
-    learner = scene.learner()
+    learner = scene.learner() if how == "killed" else scene.learner("--take-over")
 
     async def swept() -> bool:
         return await orphans() == 0
 
     await until_true(swept, within=PATIENCE, what="the next learner sweeps the rest")
+    if how != "killed":
+        before = await scene.objects()
+        sweeping.proceed()
+        assert await sweeping.wait() == Fenced.exit_code
+        assert await scene.objects() == before
     await scene.want("run")
     assert await learner.wait() == 0
     await scene.assert_whole()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ def adapter(version: int, weights: bytes) -> AdapterRef:
 
 
 def janitor(store: StubStore, live: list[AdapterRef], kept: dict[int, bytes]) -> Janitor:
-    session: Any = SimpleNamespace(head=head(head=2, active=2, live=live))
+    session: Any = SimpleNamespace(head=head(head=2, active=2, live=live), require=AsyncMock())
     subject: Any = store
     bus: Any = None
     return _janitor(bus, subject, session, Ledger(), kept)

@@ -59,7 +59,12 @@ class Connection:
     # ---------------------------------------------------------------------------------------------------- transport
 
     def send(self, effect: Callable[[], object]) -> None:
-        """Let `effect` happen at the server, some time from now, if it gets there."""
+        """Let `effect` happen at the server, some time from now, if it gets there; of a process that was stopped in the
+        midst of what it did, once it goes on.
+        """
+        if self.process.paused:
+            self._loop.when_it_goes_on(self.process, self.send, effect)
+            return
         if self.closed or self._network.down or self._network.loses():
             return
         self._sent = max(self._sent + 1e-6, self._loop.time() + self._network.latency())
@@ -91,6 +96,10 @@ class Connection:
 
     async def ask(self, operation: Callable[[], T], timeout: float = 5.0) -> T:
         """Run `operation` at the server and return its result or raise its error. Raises nats' TimeoutError."""
+        if self.process.paused:
+            gone_on: asyncio.Future[None] = self._loop.create_future()
+            self._loop.when_it_goes_on(self.process, lambda: gone_on.done() or gone_on.set_result(None))
+            await gone_on
         if self.closed:
             raise nats.errors.ConnectionClosedError
         future: asyncio.Future[T] = self._loop.create_future()
@@ -419,8 +428,12 @@ class KeyValue:
     async def create(self, key: str, value: bytes) -> int:
         return await self._ask(lambda: self._connection.server.create(self._bucket, key, value))
 
-    async def delete(self, key: str) -> None:
-        await self._ask(lambda: self._connection.server.put(self._bucket, key, None))
+    async def delete(self, key: str, last: int | None = None) -> None:
+        server = self._connection.server
+        if last is None:
+            await self._ask(lambda: server.put(self._bucket, key, None))
+        else:
+            await self._ask(lambda: server.update(self._bucket, key, None, last))
 
     async def status(self) -> Any:
         def look() -> Any:

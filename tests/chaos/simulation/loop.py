@@ -174,6 +174,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         process.root = process.context.run(lambda: self.create_task(main, name=process.name, context=process.context))
         return process.root
 
+    def when_it_goes_on(self, process: Process, callback: Callable[..., object], *args: object) -> None:
+        """Call `callback` on behalf of `process`, which is paused, as soon as it goes on."""
+        process.held.append(Handle(self._time, callback, args, process.context))
+
     def resume(self, process: Process) -> None:
         """SIGCONT."""
         process.paused = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from broker import faults
+from broker.bus import HOLD_WAIT
 
 FAULT_SECONDS = 40.0
 """Faults begin within this long from the start."""
@@ -106,6 +107,11 @@ def schedule_of(seed: int) -> Schedule:
     return Schedule(seed, shape, tuple(sorted((_fault(random, shape) for _ in range(count)), key=lambda one: one.at)))
 
 
+def _pause(random: Random) -> float:
+    """Seconds that a process stands still: now and then for longer than its longest lease lasts."""
+    return random.uniform(HOLD_WAIT, 2 * HOLD_WAIT) if random.random() < 0.05 else random.uniform(0.5, 60.0)
+
+
 def _fault(random: Random, shape: Shape) -> Fault:
     kinds, weights = zip(*KINDS, strict=True)
     kind = random.choices(kinds, weights)[0]
@@ -113,14 +119,16 @@ def _fault(random: Random, shape: Shape) -> Fault:
     at = random.uniform(0.0, random.choice((1.5, 4.0, FAULT_SECONDS)))
     actors = [f"actor-{number}" for number in range(shape.actors)]
     anyone = random.choice(["learner", "learner", *actors, *(f"router-{number}" for number in range(shape.routers))])
-    if kind in ("kill", "pause"):
-        return Fault(kind, at, target=anyone, seconds=random.uniform(0.5, 60.0) if kind == "pause" else 0.0)
+    if kind == "kill":
+        return Fault(kind, at, target=anyone)
+    if kind == "pause":
+        return Fault(kind, at, target=anyone, seconds=_pause(random))
     if kind == "kill at a call":
         return Fault(kind, at, target=anyone, count=random.randint(1, 200))
     if kind in ("kill at a point", "pause at a point"):
         point = random.choice([one for one in faults.POINTS if one != "learner.sweeping"])
         target = "learner" if point.startswith("learner") else random.choice(actors)
-        seconds = random.uniform(0.5, 60.0) if kind.startswith("pause") else 0.0
+        seconds = _pause(random) if kind.startswith("pause") else 0.0
         return Fault(kind, 0.0, target=target, point=point, count=random.randint(1, 5), seconds=seconds)
     if kind in ("loads fail", "loads are slow", "environment hangs", "actor leaves"):
         return Fault(

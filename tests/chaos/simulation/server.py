@@ -352,7 +352,7 @@ class Server:
         self.on_written(bucket, key, value, revision)
         return revision
 
-    def update(self, bucket: str, key: str, value: bytes, last: int) -> int:
+    def update(self, bucket: str, key: str, value: bytes | None, last: int) -> int:
         there = self.buckets[bucket].entries.get(key)
         if (there[1] if there else 0) != last:
             raise jetstream_errors.KeyWrongLastSequenceError(description=f"wrong last sequence: {key}")

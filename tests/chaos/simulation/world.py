@@ -21,7 +21,7 @@ from actors.replica import Replica
 from actors.service import Actor
 from broker import faults, messages, registry
 from broker.bus import Bus
-from broker.errors import ConnectionFailed, FarflungError, Fenced, RunConflict, RunFailed, StoreError
+from broker.errors import BrokerLost, ConnectionFailed, FarflungError, Fenced, RunConflict, RunFailed, StoreError
 from broker.models import ModelFiles
 from broker.registry import Registry
 from broker.runspec import RunSpec
@@ -267,6 +267,8 @@ class World:
             self.say(f"{process.name} ends: {type(error).__name__}: {str(error)[:200]}")
             if self.objects.forgotten and isinstance(error, StoreError) and "cannot resume" in str(error):
                 self.refused = self.loop.halted = True  # no commit is left intact: that is for a person to decide
+            if isinstance(error, BrokerLost) and not self.referee.broker_was_wiped:
+                self.referee.fail(f"{process.name} ended: the broker has lost something, which it has not: {error}")
             if not isinstance(error, EXPECTED_ENDS):
                 self.referee.fail(f"{process.name} ended:\n{''.join(traceback.format_exception(error))}")
         if current and not self.finished:
