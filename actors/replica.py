@@ -3,8 +3,9 @@
 Declarative: whatever happened, it compares what the registry wants with what the engine holds, fetches, verifies,
 loads and confirms the difference. So a late joiner, a restarted engine and a skipped version are all the same case.
 
-Invariants: it is ready only while the engine runs and holds what is wanted; and it serves a run, the base model
-included, only once it has proven by the run's probe that it computes what the learner computes.
+Invariants: it confirms an adapter only while the engine holds it; it becomes ready once the engine runs and has loaded
+or refused what is wanted, or the time for that is over; and it serves a run, the base model included, only once it has
+proven by the run's probe that it computes what the learner computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The bus: one NATS connection, set up so that it survives what happens to connections.
 
-What FACTS taught it: reconnect for ever, but bound the first connect; keep 64 MB pending while disconnected; give
-the socket a user timeout, again after every reconnect, or a half-open link hangs for minutes; retry a publish with
-the same message id, because a rejected id is not remembered and a stored one answers "duplicate".
+What experience with NATS taught it: reconnect for ever, but bound the first connect; keep 64 MB pending while
+disconnected; give the socket a user timeout, again after every reconnect, or a half-open link hangs for minutes; retry
+a publish with the same message id, because a rejected id is not remembered and a stored one answers "duplicate".
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ class VersionRecord(Message, frozen=True, kw_only=True, tag="version"):
     adapter: AdapterRef
     step: Count
     checkpoint: BlobRef | None = None
-    state: Literal["offered", "committed", "active", "retired", "failed"] = "offered"
+    state: Literal["offered", "committed", "failed"] = "offered"
     detail: str = ""
     reward: float | None = None
     """Mean reward of the step that made it."""
@@ -439,7 +439,7 @@ NodeKind = Literal["learner", "actor", "replica", "router", "evaluator"]
 
 
 class Node(Message, frozen=True, kw_only=True, tag="node"):
-    """The presence of one component. Put every five seconds; the broker forgets it after fifteen."""
+    """The presence of one component. Put at least every five seconds; the broker forgets it after fifteen."""
 
     id: Name
     node: NodeKind

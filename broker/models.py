@@ -95,7 +95,9 @@ def fingerprint_of(directory: Path) -> str:
 
 
 def _fingerprint(directory: Path, config: dict[str, Any]) -> str:
-    """Eight hex digits of the config and of each weight file's header (names, shapes, offsets) and first tensors."""
+    """Eight hex digits of the config, without name, release and dtype, and of the first MiB and the last 64 KiB of each
+    weight file: its header (names, shapes, offsets) and some of its tensors.
+    """
     digest = hashlib.sha256()
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
     digest.update(json.dumps({k: v for k, v in config.items() if k not in ignored}, sort_keys=True).encode())

@@ -34,7 +34,7 @@ M = TypeVar("M", bound=Message)
 
 REREAD_SECONDS = 2.0
 PRESENCE_SECONDS = 5.0
-"""How often a node says that it is there."""
+"""A node says at least this often that it is there."""
 PRESENCE_TTL = 15.0
 """When a node that said nothing is gone."""
 

@@ -259,7 +259,12 @@ class AlgorithmSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
         ),
     ] = 0.0
     truth_samples: Annotated[
-        int, Meta(ge=1, description="Sequences per step whose recorded policy is recomputed and compared.")
+        int,
+        Meta(
+            ge=1,
+            description="Pieces of sequences per step whose recorded policy is recomputed and compared. Each was "
+            "sampled by one replica under one version; of each such pair there is at least one.",
+        ),
     ] = 4
 
     def __post_init__(self) -> None:
@@ -330,7 +335,7 @@ class LoraSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
 
 
 class FleetSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Who serves the run. `farflung up` starts this many of each; elsewhere they are started by hand."""
+    """Who serves the run. Only `farflung up` heeds actors, routers, engine, engine_args and max_inflight."""
 
     name: Annotated[
         str,
@@ -394,7 +399,11 @@ class ObservabilitySection(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     """Where traces and metrics go."""
 
     otlp_endpoint: Annotated[
-        str, Meta(description="OTLP/HTTP endpoint, such as http://collector:4318. Empty: files in the run directory.")
+        str,
+        Meta(
+            description="OTLP/HTTP endpoint of the learner and of what `farflung up` starts, such as "
+            "http://collector:4318. Empty: `farflung up` writes into the run directory."
+        ),
     ] = ""
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
@@ -526,7 +535,9 @@ class RunSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=T
 
     @property
     def adapter_slots(self) -> int:
-        """Adapter slots this run needs on every replica: the live window, one loading, one leaving, evaluation."""
+        """Adapter slots this run needs on every replica: the max_staleness + 1 versions that may still be trained on,
+        one being loaded, and those under evaluation.
+        """
         return self.algorithm.max_staleness + 2 + (self.fleet.eval_slots or 0)
 
 

@@ -214,7 +214,9 @@ def store(bind: str, port: int, directory: Path) -> None:
 @click.option("--fleet", help="The fleet to serve. Default: that of the only run there is.")
 @click.option("--http", help="HOST:PORT of an OpenAI-compatible HTTP face.")
 @click.option("--model", help="Whose tokenizer the HTTP face uses. Default: the base model of the fleet's runs.")
-@click.option("--token", envvar="FARFLUNG_TOKEN", default="", help="Bearer token that HTTP clients must show.")
+@click.option(
+    "--token", envvar="FARFLUNG_TOKEN", show_envvar=True, default="", help="Bearer token that HTTP clients must show."
+)
 @click.option(
     "--upstream",
     "upstreams",
@@ -262,19 +264,27 @@ def router(fleet: str | None, upstreams: tuple[str, ...], **options: Any) -> Non
 @click.option(
     "--engine-url",
     envvar="FARFLUNG_ENGINE_URL",
+    show_envvar=True,
     default="",
     help="Use the vLLM server at this URL, which somebody else runs, after checking that it will do.",
 )
-@click.option("--engine-key", envvar="FARFLUNG_ENGINE_KEY", default="", help="What its --api-key wants.")
+@click.option(
+    "--engine-key", envvar="FARFLUNG_ENGINE_KEY", show_envvar=True, default="", help="What its --api-key wants."
+)
 @click.option(
     "--engine-events",
     envvar="FARFLUNG_ENGINE_EVENTS",
+    show_envvar=True,
     default="",
     help="Where it publishes KV-cache events (its --kv-events-config): tcp://HOST:PORT",
 )
 @click.option("--engine-arg", multiple=True, help="A further flag for the vLLM server: --engine-arg=--enforce-eager")
 @click.option(
-    "--vllm-python", envvar="FARFLUNG_VLLM_PYTHON", default="", help="The Python that has vLLM. Default: this one."
+    "--vllm-python",
+    envvar="FARFLUNG_VLLM_PYTHON",
+    show_envvar=True,
+    default="",
+    help="The Python that has vLLM. Default: this one.",
 )
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
 @click.option("--adapter-slots", type=int, help="Adapters the engine holds at once. Default: what the runs need.")
@@ -350,7 +360,7 @@ def learner(config: Path, **options: Any) -> None:
 @cli.command("config")
 @click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 def show_config(config: Path) -> None:
-    """Print a configuration complete, every key with its meaning.
+    """Print a configuration complete: every key with its value, defaults filled in, and its meaning.
 
     Example:  farflung config examples/addition.toml
     """
@@ -563,11 +573,11 @@ async def trajectories_list(services: Any, run: str, limit: int, as_json: bool) 
 @trajectories.command("show")
 @click.argument("run")
 @click.argument("group", required=False)
-@click.option("--tokens", is_flag=True, help="Show each token with its logprob and version.")
+@click.option("--tokens", is_flag=True, help="Also show each token with its id, logprob and version.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @query
 async def trajectories_show(services: Any, run: str, group: str | None, tokens: bool, as_json: bool) -> None:
-    """Show the episodes of one group (default: the newest): text, tokens, logprobs, versions, rewards.
+    """Show the episodes of one group (default: the newest): text and rewards; with --tokens ids, logprobs, versions.
 
     Example:  farflung trajectories show addition addition-1a2b3c4d-00000007 --tokens
     """

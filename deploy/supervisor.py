@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.5
 
 LEARNER_VERDICTS = frozenset(range(1, 9))
-"""Exit codes by which the learner says that starting it again would not help."""
+"""Exit codes by which the learner says that starting it again would not help; `farflung up` ends with them, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class Activation:
 
     Members are the replicas present at the announcement. The version is active when every member has confirmed, been
     expelled (it refused, left, or did not confirm within `timeout` seconds), and at least `min_replicas` have
-    confirmed. With fewer than that it has failed: the last active version stays in force.
+    confirmed. With fewer than that it fails once `timeout` is over, or at once where no replica is present; the last
+    active version stays in force.
     """
 
     version: int

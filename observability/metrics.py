@@ -19,9 +19,10 @@ GAUGES = {
     "farflung.run.staleness": "Mean staleness of the last step's tokens, in versions",
     "farflung.run.credit": "Groups that may still be issued",
     "farflung.run.open": "Groups issued and not closed",
-    "farflung.learner.tokens_per_second": "Trained tokens per second of the last step",
+    "farflung.learner.tokens_per_second": "Computed tokens per second of the last step",
     "farflung.actor.slots_busy": "Episodes running",
     "farflung.actor.slots": "Episodes that may run at once",
+    "farflung.actor.evaluating": "Episodes of evaluations running",
     "farflung.replica.running": "Requests in the replica's batch",
     "farflung.replica.waiting": "Requests waiting in the replica",
     "farflung.replica.tokens_per_second": "Sampled tokens per second",
@@ -35,7 +36,6 @@ GAUGES = {
 COUNTERS = {
     "farflung.groups": "Groups closed, by outcome",
     "farflung.groups.late": "Groups that arrived with an id that is not open",
-    "farflung.dead_letters": "Messages nobody could use",
     "farflung.episodes": "Episodes ended, by outcome",
     "farflung.tokens.sampled": "Tokens sampled",
     "farflung.tokens.cached": "Prompt tokens whose KV was reused",
@@ -48,7 +48,7 @@ HISTOGRAMS = {
     "farflung.generate.seconds": "A generation request, as the asker sees it",
     "farflung.episode.seconds": "An episode, from reset to reward",
     "farflung.step.seconds": "Parts of a step, by part",
-    "farflung.group.age": "Versions between sampling and training",
+    "farflung.group.age": "Versions from the one that sampled a trained group to the head that its step's commit left",
 }
 """Every histogram's name and meaning."""
 

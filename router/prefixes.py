@@ -40,7 +40,7 @@ GONE_SHARE = 16
 """At most one block in this many of a mirror's limit is remembered as gone."""
 
 SHRINK = 0.95
-"""A limit's factor at each reply that found less than was settled. Twenty such replies halve it twice."""
+"""A limit's factor at each reply that found less than was settled. Fourteen such replies halve it."""
 
 GROW = 1.01
 """A limit's factor at each reply that found more than was believed."""

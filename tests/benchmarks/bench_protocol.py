@@ -4,7 +4,8 @@ python -m tests.benchmarks.bench_protocol [--rounds N]
 
 A commit has the parts, the order and the overlap of `learner.service`, on the demo's model, with an optimizer that has
 moments for every weight; the servers are those of `farflung up`. The raw side puts as many bytes with the bare client,
-adapter and optimizer at once and then the state, as the commit does.
+adapter and optimizer at once and then the state, as the commit does. The commit's fourth object, the copy of the head,
+is a few kilobytes; the raw side leaves it out.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ async def announce_groups(bus: Bus, run: str, nonce: str) -> None:
 async def bench_commit(
     bus: Bus, store: TimedStore, registry: TimedRegistry, files: ModelFiles, rank: int, rounds: int
 ) -> measure.Row:
-    """A commit against the bare puts of its three objects, in turn; prints what each part takes."""
+    """A commit against the bare puts of three of its four objects, in turn; prints what each part takes."""
     policy = policy_of(files, rank)
     run = f"bench-{rank}"
     head = Head(
