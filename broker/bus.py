@@ -14,6 +14,7 @@ import logging
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
@@ -209,7 +210,12 @@ class Bus:
         self.refused_seconds = 0.0
         """Time spent in publishes that the stream refused because it was full: backpressure."""
         self.dead_letters = 0
-        self.errors: list[str] = []
+        self.errors: deque[str] = deque(maxlen=100)
+        """The newest complaints of the client."""
+        self.lost = ""
+        """Why the connection was given up for good, though nobody closed it; empty while it was not."""
+        self.on_lost: Callable[[], object] = lambda: None
+        """Called then."""
         self._closing = False
 
     @classmethod
@@ -222,16 +228,23 @@ class Bus:
         shown = without_password(url)
         await _reach(url, timeout)
         client = Client()
-        problems: list[str] = []
+        problem, began = "", False
         bus = cls(client, shown, component)
 
         async def on_error(error: Exception) -> None:
-            problems.append(str(error) or type(error).__name__)
-            if client.is_connecting and "uthorization" in problems[-1]:
-                raise PermissionError(problems[-1])  # leaves connect(): the same credentials are refused every time
-            if bus.client.is_connected and len(bus.errors) < 100:
-                bus.errors.append(str(error))
-                log.warning("nats: %s", error)
+            nonlocal problem
+            problem = str(error) or type(error).__name__
+            if not began and client.is_connecting and "uthorization" in problem:
+                raise PermissionError(problem)  # leaves connect(): the same credentials are refused every time
+            if bus.client.is_connected:
+                bus.errors.append(problem)
+                log.warning("nats: %s", problem)
+
+        async def on_closed() -> None:
+            if began and not bus._closing:
+                bus.lost = str(client.last_error or problem or "no reason given")
+                log.error("%s closed the connection for good: %s", shown, bus.lost)
+                bus.on_lost()
 
         async def on_reconnect() -> None:
             _set_user_timeout(client)
@@ -255,16 +268,18 @@ class Bus:
                     error_cb=on_error,
                     reconnected_cb=on_reconnect,
                     disconnected_cb=on_disconnect,
+                    closed_cb=on_closed,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
             bus._closing = True
             with contextlib.suppress(Exception):
                 await client.close()
-            reason = problems[-1] if problems else str(error) or "no answer"
+            reason = problem or str(error) or "no answer"
             # A server that refuses the credentials hangs up at once, at times before its reason has been read.
             refused = "uthorization" in reason or "reset by peer" in reason
             hint = "check the user and password" if refused else "check the URL and the server"
             raise ConnectionFailed(f"NATS at {shown} refused the connection: {reason}; {hint}") from error
+        began = True
         _set_user_timeout(client)
         return bus
 
@@ -360,11 +375,12 @@ class Bus:
     async def ensure_stream(self, config: StreamConfig) -> None:
         """Create the stream, or update it to this configuration."""
         try:
-            await self.jetstream.add_stream(config)
-        except nats.js.errors.BadRequestError as error:
-            if error.err_code != 10058:  # "stream name already in use with a different configuration"
-                raise ConnectionFailed(f"NATS refused the stream {config.name}: {error.description}") from error
-            await self.jetstream.update_stream(config)
+            try:
+                await self.jetstream.add_stream(config)
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != 10058:  # "stream name already in use with a different configuration"
+                    raise ConnectionFailed(f"NATS refused the stream {config.name}: {error.description}") from error
+                await self.jetstream.update_stream(config)
         except nats.js.errors.APIError as error:
             raise ConnectionFailed(
                 f"NATS at {self.url} cannot hold the stream {config.name}: {error.description}. "

@@ -369,10 +369,14 @@ class Roster:
             self._nodes.pop(key, None)
         else:
             try:
-                self._nodes[key] = (decode(value, Node), self._clock())
+                node = decode(value, Node)
             except MalformedMessage as error:
                 log.warning("node %s is malformed: %s", key, error)
                 return
+            now = self._clock()
+            if key not in self._nodes:  # nobody says that a node has expired
+                self._nodes = {id: known for id, known in self._nodes.items() if now - known[1] < PRESENCE_TTL}
+            self._nodes[key] = (node, now)
         self._changed()
 
     def present(self, kind: str = "", fleet: str = "") -> list[Node]:

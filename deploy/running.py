@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.bus import Bus
-from broker.errors import FarflungError
+from broker.errors import ConnectionFailed, FarflungError
 from broker.registry import Registry
 from broker.store import Store
 from deploy.profile import Connection
@@ -39,13 +39,22 @@ def node_id(kind: str) -> str:
 
 @asynccontextmanager
 async def connected(connection: Connection, component: str) -> AsyncIterator[tuple[Bus, Registry, Store]]:
-    """The bus, the registry and the store, open. Raises ConnectionFailed when one cannot be reached in time."""
+    """The bus, the registry and the store, open. Raises ConnectionFailed when one cannot be reached in time, and when
+    the broker gives the connection up for good later on.
+    """
     bus = await Bus.connect(connection.nats, component)
     store = Store(connection.store)
+    whole = asyncio.current_task()
+    assert whole is not None
+    bus.on_lost = whole.cancel
     try:
         registry = await Registry.open(bus)
         await store.open()
         yield bus, registry, store
+    except asyncio.CancelledError as error:
+        if not bus.lost:
+            raise
+        raise ConnectionFailed(f"NATS at {bus.url} closed the connection for good: {bus.lost}") from error
     finally:
         store.close()
         await bus.close()

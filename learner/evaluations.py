@@ -172,7 +172,11 @@ class Evaluations:
         if version in (0, head.head):
             self.published(version, head.adapter if version else None, head.step if version else 0)
             return
-        record = await self._registry.version(head.run, version)
+        try:
+            record = await self._registry.version(head.run, version)
+        except FarflungError as error:
+            log.warning("version %d of run %s is not evaluated: %s", version, head.run, error)
+            return
         if record is not None and counts(record, head):
             self.published(version, record.adapter, record.step)
 
@@ -264,7 +268,8 @@ def _there(results: Iterable[Evaluation | None]) -> list[Evaluation]:
 
 
 async def _keys(store: Store, head: Head) -> list[str]:
-    return [key for key, _ in await store.list(f"{names.run_prefix(head.run, head.incarnation)}/evaluations/")]
+    listed = await store.list(f"{names.run_prefix(head.run, head.incarnation)}/evaluations/")
+    return [key for key, _ in listed if key.rpartition("/")[2].partition(".")[0].isdecimal()]
 
 
 def _version(key: str) -> int:

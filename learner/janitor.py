@@ -50,12 +50,9 @@ class Leases:
         self._since: dict[str, float] = {}
 
     def observe(self, leased: Collection[str], now: float) -> list[str]:
-        """Take in which groups are leased now; returns those that have been for longer than the limit, once."""
+        """Take in which groups are leased now; returns those that have been for longer than the limit."""
         self._since = {group: self._since.get(group, now) for group in leased}
-        overdue = [group for group, since in self._since.items() if now - since > self.limit]
-        for group in overdue:
-            del self._since[group]
-        return overdue
+        return [group for group, since in self._since.items() if now - since > self.limit]
 
 
 class Janitor:
@@ -134,7 +131,10 @@ class Janitor:
         # Tasks are delivered in the order they were issued: the last `num_pending` of them still wait.
         leased = unanswered[: max(0, len(unanswered) - int(info.num_pending or 0))]
         for group in self._leases.observe(leased, self._clock()):
-            message = await self._bus.jetstream.get_last_msg(stream, tasks[group])
+            try:
+                message = await self._bus.jetstream.get_last_msg(stream, tasks[group])
+            except nats.js.errors.NotFoundError:
+                continue  # it has just been answered
             reason = "nothing was heard of it since it was leased, for twice group_timeout"
             await self._close(tasks[group], "expired", reason, message.data or b"", self._leases.limit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from broker.bus import (
 from broker.errors import ConnectionFailed, MalformedMessage, RegistryConflict
 from broker.messages import Control, DeadLetter, Head, Node, Task, decode
 from broker.registry import Bucket, Heads, Registry, Roster
+from broker.store import StoreAddress
+from deploy.profile import Connection
+from deploy.running import connected
 from deploy.servers import Server, free_port, nats_launch
 from tests.waiting import until
 
@@ -284,3 +288,47 @@ async def test_taking_gets_what_is_there_at_once_a_redelivered_message_too_and_w
         await puller.take()
     with pytest.raises(ConsumerGone):
         await puller.waiting()
+
+
+# ------------------------------------------------------------------------------------- connections that are refused
+
+
+def with_configuration(server: Server, old: str, new: str) -> None:
+    """Start the server again with one thing changed in its configuration."""
+    server.stop()
+    path = Path(server.launch.command[-1])
+    path.write_text(path.read_text().replace(old, new))
+    server.start()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(nats_launch(tmp_path), tmp_path / "log")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_credentials_that_are_refused_for_a_while_do_not_end_reconnecting(own_server: Server) -> None:
+    bus = await Bus.connect(own_server.launch.url, "test")
+    with_configuration(own_server, 'password: "', 'password: "not-')
+    await asyncio.sleep(4.0)  # an attempt each second or so is refused
+    assert not bus.client.is_connected
+    with_configuration(own_server, 'password: "not-', 'password: "')
+    await until(lambda: bus.client.is_connected, within=20, what="it is connected again")
+    assert not bus.lost
+    await bus.close()
+
+
+async def test_whoever_is_connected_ends_when_the_broker_gives_the_connection_up(
+    nats_server: Server, store_server: Server
+) -> None:
+    connection = Connection(nats=nats_server.launch.url, store=StoreAddress.parse(store_server.launch.url))
+
+    async def component() -> None:
+        async with connected(connection, "test") as (bus, _, _):
+            await bus.client._process_err("'Too Many Subscriptions'")  # such a line from the server closes the client
+            await asyncio.sleep(60)
+
+    with pytest.raises(ConnectionFailed, match=r"closed the connection for good: .*Too Many Subscriptions"):
+        await asyncio.create_task(component())

@@ -234,12 +234,13 @@ def test_a_fleet_whose_engines_take_smaller_adapters_is_refused_with_the_flag() 
 # ------------------------------------------------------------------------------------------------- leases, retention
 
 
-def test_a_lease_is_overdue_once_and_only_after_its_limit() -> None:
+def test_a_lease_is_overdue_only_after_its_limit_and_until_it_is_closed() -> None:
     leases = Leases(limit=10.0)
     assert leases.observe(["a", "b"], 0.0) == []
     assert leases.observe(["a"], 9.0) == []
     assert leases.observe(["a", "b"], 11.0) == ["a"], "b was given back and leased anew"
-    assert leases.observe(["b"], 12.0) == []
+    assert leases.observe(["a", "b"], 12.0) == ["a"], "closing it failed"
+    assert leases.observe(["b"], 13.0) == []
 
 
 def test_retention_keeps_open_groups_and_what_is_young() -> None:
