@@ -15,7 +15,10 @@ from tests.waiting import until_true
 pytestmark = pytest.mark.servers
 
 LEARNER = ("learner.issued 5", "learner.batch_taken 2", "learner.before_commit 2")
-ACTOR = ("actor.leased 5", "actor.mid_episode 18", "actor.published 5")
+ACTOR = (
+    "actor.leased 5", "actor.mid_episode 18", "actor.blob_stored 5", "actor.published 5", "actor.acknowledged 5",
+    "replica.fetched 2", "replica.loaded 2",
+)  # fmt: skip
 
 
 async def gone(scene: Scene, component: Component) -> None:
@@ -41,17 +44,19 @@ async def stand_still(scene: Scene, *, learners: str = "", actors: str = "") -> 
     assert await learner.wait() == 0
 
 
+@pytest.mark.parametrize("faults", [LEARNER, ACTOR[:4], ACTOR[4:]], ids=["learner", "actor", "actor and replica"])
 async def test_components_that_stood_still_for_longer_than_their_presence_lasts_go_on(
-    scenes: Callable[[], Scene],
+    faults: tuple[str, ...], scenes: Callable[[], Scene]
 ) -> None:
-    # All at once, as the time goes into waiting; but transformers loads one model at a time.
-    learners = {f"stop {fault}": scenes() for fault in LEARNER}
-    actors = {f"stop {fault}": scenes() for fault in ACTOR}
+    # Several at once, as the time goes into waiting; but transformers loads one model at a time.
+    hung = {f"stop {fault}": scenes() for fault in faults}
     await asyncio.gather(
-        *(stand_still(scene, learners=fault) for fault, scene in learners.items()),
-        *(stand_still(scene, actors=fault) for fault, scene in actors.items()),
+        *(
+            stand_still(scene, **{"learners" if "learner." in fault else "actors": fault})
+            for fault, scene in hung.items()
+        )
     )
-    for scene in (*learners.values(), *actors.values()):
+    for scene in hung.values():
         await scene.assert_whole()
 
 
