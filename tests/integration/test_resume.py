@@ -248,6 +248,11 @@ def test_another_machine_goes_on_with_nothing_but_broker_and_store(
         assert second.json["steps"] == second.json["head"] == target
         assert_balanced(second.json)
         assert second.json["groups_trained"] + second.json["groups_skipped"] == target * 4
+
+        config = there.write_run("branch", tiny_model, run={"steps": 2})
+        branched = there.farflung("learner", config, "--from", "moved@2", "--dir", "branch", "--threads", 1, *options)
+        assert branched.code == 0, branched.err
+        assert (branched.json["steps"], branched.json["head"]) == (2, 3), "version 1 is the other run's version 2"
     finally:
         for home in (there, here, fleet):
             home.close()
