@@ -61,7 +61,7 @@ async def test_two_runs_share_an_actor_and_both_get_on(fleet: Fleet) -> None:
     before = made(fleet, one), made(fleet, two)
     await until(lambda: made(fleet, one) + made(fleet, two) >= sum(before) + 24, within=120, what="24 steps")
     shares = made(fleet, one) - before[0], made(fleet, two) - before[1]
-    assert min(shares) >= 6, f"neither starves the other: {shares}"
+    assert min(shares) >= 8, f"neither starves the other: {shares}"
 
 
 async def test_a_run_whose_learner_was_killed_costs_the_other_nothing(fleet: Fleet) -> None:
@@ -104,6 +104,28 @@ async def test_groups_that_cannot_be_handed_over_hold_only_their_own_runs_slots(
     await limit_groups_stream(fleet, stuck, 4)
     await goes_on(fleet, stuck)
     await goes_on(fleet, free)
+
+
+async def test_a_dead_learner_and_a_full_stream_at_once_cost_a_third_run_nothing(fleet: Fleet) -> None:
+    await fleet.router()
+    await fleet.replica(StubEngine(slots=16))
+    dead, stuck, free = run_of(fleet, "dead"), run_of(fleet, "stuck"), run_of(fleet, "free")
+    victim = await fleet.learner(dead)
+    await fleet.learner(stuck)
+    await until(lambda: fleet.learner_node(stuck) and fleet.learner_node(stuck).state == "ready", within=30)
+    await limit_groups_stream(fleet, stuck, 1)
+    actor = await fleet.actor(max_inflight=6)
+    await until(lambda: made(fleet, dead) > 0, within=30, what="the first has begun")
+    await victim.kill()
+    there = made(fleet, dead)
+    await until(lambda: fleet.node(actor.id).gauges["blocked"] >= 4.0, within=30, what="groups of the second wait")
+    await fleet.learner(free)
+    await goes_on(fleet, free, 30)
+    assert (made(fleet, dead), made(fleet, stuck)) == (there, 0)
+    await limit_groups_stream(fleet, stuck, 4)
+    await fleet.learner(dead, take_over=True)
+    for spec in (dead, stuck, free):
+        await goes_on(fleet, spec)
 
 
 async def limit_groups_stream(fleet: Fleet, spec: RunSpec, messages: int) -> None:
