@@ -40,6 +40,7 @@ from broker.errors import (
     FarflungError,
     GenerationError,
     MalformedMessage,
+    NotProven,
     ObjectMissing,
     PromptTooLong,
     StoreError,
@@ -197,14 +198,14 @@ class Replica:
 
     async def _on_generate(self, message: Msg) -> None:
         request = decode(message.data, GenerateRequest)
+        prompt = unpack_ids(request.prompt)
         self._reply_to[request.id] = message.reply
         if request.id not in self._running:  # asked again while it is running: only the address may have changed
             self._requests[request.id] = request
-            task = asyncio.create_task(self._serve(request, dict(message.headers or {})))
+            task = asyncio.create_task(self._serve(request, prompt, dict(message.headers or {})))
             self._running[request.id] = task
 
-    async def _serve(self, request: GenerateRequest, headers: dict[str, str]) -> None:
-        prompt = unpack_ids(request.prompt)
+    async def _serve(self, request: GenerateRequest, prompt: Ids, headers: dict[str, str]) -> None:
         began = self._clock()
         done = Completion(id=request.id, ok=False, prompt_tokens=len(prompt), cached_tokens=0, output_tokens=0)
         answer: GenerateReply | GenerateRefused
@@ -258,7 +259,7 @@ class Replica:
         except FarflungError as error:
             retryable = not isinstance(error, GenerationError) or error.retryable
             answer = self._refusal(request.id, "failed", error, retryable=retryable)
-            done = msgspec.structs.replace(done, fault=retryable and not isinstance(error, AdapterNotLoaded))
+            done = msgspec.structs.replace(done, fault=retryable and not isinstance(error, NotProven))
         finally:
             self._running.pop(request.id, None)
             self._requests.pop(request.id, None)
@@ -375,8 +376,12 @@ class Replica:
         return changed
 
     async def _look(self, heads: Heads) -> None:
-        """Settle as soon as the registry changes, the engine comes or goes, or something is to be tried again."""
-        due = min((trouble.again for trouble in self._troubles.values()), default=float("inf"))
+        """Settle as soon as the registry changes, the engine comes or goes, or something is to be tried again.
+
+        Nothing is tried while the engine is away: its return is what is waited for then.
+        """
+        troubles = self._troubles.values() if self._engine_ok else ()
+        due = min((trouble.again for trouble in troubles), default=float("inf"))
         while not self._registry_changed.is_set() and self._clock() < due:
             # Once it is ready, the reports of its load see the engine come and go.
             most = BEAT_SECONDS if self._state == "joining" else float("inf")
@@ -605,7 +610,7 @@ class Replica:
         return trouble.reason if trouble is not None and trouble.refused else None
 
     async def _require_proof(self, run: str) -> None:
-        """Wait until this replica has proven that it may serve `run`. Raises GenerationError when it may not."""
+        """Wait until this replica has proven that it may serve `run`. Raises NotProven when it may not."""
         if self._heads is None:
             return
         heads = self._heads
@@ -620,7 +625,7 @@ class Replica:
                     await self._proven.wait_for(known)
         unproven = self._unproven(heads)
         if run in unproven:
-            raise GenerationError(f"replica {self.id} may not serve run {run}: {unproven[run] or 'not proven yet'}")
+            raise NotProven(f"replica {self.id} may not serve run {run}: {unproven[run] or 'not proven yet'}")
 
     def _disproven(self) -> str:
         """Why this replica serves no run at all, empty when it serves one or there is none to serve."""

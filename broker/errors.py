@@ -128,6 +128,13 @@ class AdapterNotLoaded(GenerationError):
     """The engine was asked for an adapter that it does not hold."""
 
 
+class NotProven(GenerationError):
+    """The replica has not proven that it computes what the run's learner computes. Another replica may have.
+
+    No fault of the replica's: it goes on serving the runs for which it has.
+    """
+
+
 class AdapterError(FarflungError):
     """An adapter cannot be loaded: files missing, wrong shapes, or no slot left."""
 

@@ -20,8 +20,28 @@ from actors.adapter_cache import ABANDONED_SECONDS, AdapterCache
 from actors.engines.base import EngineHealth, Generation, Sampling
 from actors.replica import Replica
 from broker.blocks import HASH
-from broker.errors import AdapterError, AdapterNotLoaded, EngineError, GenerationError, ObjectMissing, StoreError
-from broker.messages import AdapterRef, BlobRef, CacheEvent, Head, Node, ProbeRef, pack_floats, pack_ids
+from broker.errors import (
+    AdapterError,
+    AdapterNotLoaded,
+    EngineError,
+    GenerationError,
+    MalformedMessage,
+    ObjectMissing,
+    StoreError,
+)
+from broker.messages import (
+    AdapterRef,
+    BlobRef,
+    CacheEvent,
+    GenerateRefused,
+    GenerateRequest,
+    Head,
+    Message,
+    Node,
+    ProbeRef,
+    pack_floats,
+    pack_ids,
+)
 from broker.probe import Probe
 from tests.waiting import until
 
@@ -126,6 +146,14 @@ class StubStore:
         return next(data for data in known if hashlib.sha256(data).hexdigest() == wanted.sha256)
 
 
+class StubBus:
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    async def send(self, subject: str, message: Message, **more: Any) -> None:
+        self.sent.append(message)
+
+
 class StubRegistry:
     def __init__(self) -> None:
         self.node: Node | None = None
@@ -137,10 +165,11 @@ class StubRegistry:
 class Fixture:
     def __init__(self, work: Path, slots: int) -> None:
         self.engine, self.store, self.registry = StubEngine(slots), StubStore(), StubRegistry()
+        self.bus = StubBus()
         self.work = work
         store: Any = self.store
         self.cache = AdapterCache(store, work)
-        services: Any = (None, self.registry, self.cache, self.engine)
+        services: Any = (self.bus, self.registry, self.cache, self.engine)
         self.replica = Replica(*services, fleet="f", id="replica-a", model="m")
         self.heads: Any = SimpleNamespace(heads={}, versions={})
 
@@ -154,6 +183,16 @@ class Fixture:
 
     async def settle(self) -> None:
         await self.replica._settle(self.heads)
+
+    async def ask(self, run: str, prompt: bytes) -> None:
+        """Have the base model asked, for a run."""
+        request = GenerateRequest(
+            id="r", run=run, group="g", siblings=1, adapter=None, version=0, prompt=prompt, max_new_tokens=1,
+            temperature=1.0, stop_token_ids=[],
+        )  # fmt: skip
+        message: Any = SimpleNamespace(data=request.encode(), reply="inbox", headers=None)
+        await self.replica._on_generate(message)
+        await asyncio.gather(*self.replica._running.values())
 
     @property
     def node(self) -> Node:
@@ -366,6 +405,33 @@ async def test_a_following_replica_sees_the_engine_come_and_go_by_itself(subject
     following.cancel()
 
 
+async def test_what_is_to_be_tried_again_waits_for_an_engine_that_is_away(subject: Fixture) -> None:
+    plain = subject.engine.load_adapter
+
+    async def dies(name: str, directory: Path) -> None:
+        subject.engine.ok = False
+        raise EngineError("the engine died while it loaded")
+
+    subject.engine.load_adapter = dies
+    await subject.want(1)
+    subject.replica._state = "ready"
+    await subject.replica._look(subject.heads)
+    assert subject.node.state == "failed"
+    looking = asyncio.create_task(subject.replica._look(subject.heads))
+    await asyncio.sleep(0)
+    assert not looking.done(), "though its pause is over"
+    subject.engine.load_adapter, subject.engine.ok = plain, True
+    await subject.replica._put_node()
+    await looking
+    assert subject.confirmed == [ref(1).name]
+
+
+async def test_a_prompt_that_is_none_leaves_nothing_running(subject: Fixture) -> None:
+    with pytest.raises(MalformedMessage, match="multiple of 4"):
+        await subject.ask("run", b"123")
+    assert not (subject.replica._running or subject.replica._requests or subject.replica._reply_to)
+
+
 # ------------------------------------------------------------------------------------------------------------- proofs
 
 
@@ -418,6 +484,27 @@ async def test_one_run_that_is_not_proven_keeps_no_other_from_being_served(subje
     await subject.replica._require_proof("run")
     with pytest.raises(GenerationError, match="run other"):
         await subject.replica._require_proof("other")
+
+
+async def test_a_request_of_a_run_that_is_not_proven_may_go_elsewhere_and_is_no_fault_of_the_replica(
+    subject: Fixture,
+) -> None:
+    subject.engine.computes = lambda adapter, prompt: 0.0
+    await subject.want(probe=probe_ref())
+    await subject.ask("run", pack_ids([1, 2]))
+    (refused,), (done,) = subject.bus.sent, subject.replica._completed
+    assert isinstance(refused, GenerateRefused)
+    assert (refused.retryable, done.ok, done.fault) == (True, False, False)
+
+
+async def test_a_request_that_the_engine_fails_is_a_fault_of_the_replica(subject: Fixture) -> None:
+    def fails(adapter: str | None, prompt: list[int]) -> float:
+        raise EngineError("no answer")
+
+    subject.engine.computes = fails
+    await subject.ask("run", pack_ids([1, 2]))
+    (done,) = subject.replica._completed
+    assert done.fault
 
 
 async def test_a_probe_that_is_not_there_yet_is_waited_for(subject: Fixture) -> None:
