@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from actors.engines.vllm import client as client_module
 from actors.engines.vllm.client import EngineClient
 from actors.engines.vllm.engine import VllmEngine
 from actors.engines.vllm.flags import ZERO, Needs
-from actors.engines.vllm.process import Attached
+from actors.engines.vllm.process import Attached, Supervised
 from broker.blocks import HASH, chain
+from broker.ending import end
 from broker.errors import (
     AdapterError,
     AdapterNotLoaded,
@@ -513,6 +515,56 @@ async def test_a_server_that_lacks_something_after_its_restart_is_not_used_until
     assert not engine._ok
     server.max_rank = 8
     await until(lambda: engine._ok)
+
+
+async def test_a_look_that_fails_half_way_is_not_the_last(
+    server: ScriptedEngine, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start()
+    await engine.load_adapter(NAME, adapter(tmp_path / "a"))
+    nothing = json.dumps({"data": [{"id": server.model, "root": server.model, "max_model_len": 512}]}).encode()
+    server.plant("/v1/models", scripted.body(nothing), scripted.status(500))
+    await until(lambda: not server.faults["/v1/models"], what="an adapter seems lost, and then there is no answer")
+    await until(lambda: engine._ok, what="it answers again")
+    with monkeypatch.context() as patch:
+        looked = []
+        patch.setattr(engine, "_listen", lambda: looked.append(True) or 1 / 0)
+        await until(lambda: len(looked) > 1, what="it is looked at again after what nobody foresaw")
+    await server.stop()
+    await until(lambda: not engine._ok, what="its death is noticed")
+
+
+async def test_a_server_is_got_back_once_the_machine_has_room_for_it(
+    server: ScriptedEngine, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start()
+
+    async def no_memory() -> EngineClient:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._home, "open", no_memory)
+        patch.setattr(engine._home, "ended", lambda: "was killed by SIGKILL")
+        await until(lambda: "Cannot allocate memory" in engine._detail, what="it is told what is missing")
+    await until(lambda: engine._ok, what="it is back")
+
+
+async def test_a_server_that_will_not_end_is_killed_when_its_end_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.ending.AGAIN_SECONDS", 0.05)
+    stubborn = ["sh", "-c", "trap '' TERM; echo deaf; exec sleep 60"]
+    home = Supervised(lambda port: stubborn, lambda key: {}, tmp_path / "log")
+    opening = asyncio.create_task(home.open())
+    await until(lambda: home.pid is not None and "deaf" in home.log.read_text())
+    process = home._process
+    assert process is not None
+    try:
+        await end(opening)
+        await home.end()
+        assert process.poll() is not None, "it is gone"
+    finally:
+        process.kill()
 
 
 async def test_a_client_says_what_a_server_without_json_said() -> None:

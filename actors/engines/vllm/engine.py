@@ -476,31 +476,34 @@ class VllmEngine:
     # ----------------------------------------------------------------------------------------------------- watching
 
     async def _watch(self) -> None:
-        """See that the server lives, and get it back when it does not."""
+        """See that the server lives, and get it back when it does not.
+
+        Nothing ends this but being cancelled: without it, no death would ever be noticed again.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     await self._suspected.wait()
             self._suspected.clear()
-            if why := await self._look():
-                await self._recover(why)
+            try:
+                if why := await self._look():
+                    await self._recover(why)
+            except Exception:
+                log.exception("looking after the vLLM server failed, going on")
 
     async def _look(self) -> str | None:
         """Why the server is lost, None while it is not."""
         if how := self._home.ended():
             return how
         try:
-            served = await self._client.served()
+            await self._tidy(await self._client.served())
         except EngineError as error:
             if (how := self._home.ended()) or not self._home.restarts:
                 return how or f"does not answer ({error})"
-            served = None
-        if served is not None:
-            await self._tidy(served)
         return await self._listen()
 
     async def _tidy(self, served: Served) -> None:
-        """Notice adapters that the server lost, and unload those that nobody loaded."""
+        """Notice adapters that the server lost, and unload those that nobody loaded. Raises EngineError."""
         async with self._adapters:
             lost = [name for name, path in self._loaded.items() if served.adapters.get(name) != path]
             if lost and (await self._client.served()).adapters.keys().isdisjoint(lost):
@@ -558,16 +561,17 @@ class VllmEngine:
             self._idle.notify_all()
         attempt = 0
         while True:
-            await self._client.close()
-            await self._home.end(patience=0.0)
             try:
+                await self._client.close()
+                await self._home.end(patience=0.0)
                 self._client = await self._home.open()
                 await self._admit()
-            except (EngineError, ServerError, ConfigError) as error:
+            except Exception as error:  # a full disk, no memory: whatever it is, there is no server yet
                 pause = BACKOFF[min(attempt, len(BACKOFF) - 1)]
                 attempt += 1
                 self._detail = f"{why}; attempt {attempt} to get it back failed: {error}"
-                log.warning("%s; again in %.0f s", self._detail, pause)
+                unforeseen = not isinstance(error, FarflungError | OSError)
+                log.warning("%s; again in %.0f s", self._detail, pause, exc_info=unforeseen)
                 await asyncio.sleep(pause)
                 continue
             await self._begin()

@@ -154,18 +154,21 @@ class Supervised:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     async def end(self, *, patience: float = STOP_SECONDS) -> None:
-        """End it and every process it started; returns when they are gone."""
-        process, self._process = self._process, None
+        """End it and every process it started; returns when they are gone. Whoever cancels this ends its patience."""
+        process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, patience)
-        # Its workers are in its session's process group, and may be stopped or orphaned.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(process.wait, patience)
+        finally:
+            # Its workers are in its session's process group, and may be stopped or orphaned.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
+        self._process = None
 
     def reason(self) -> str:
         """The most telling line at the end of its log."""
