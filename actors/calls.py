@@ -47,12 +47,16 @@ async def call_user_code(function: Callable[..., Any], /, *args: Any, **kwargs: 
 async def _cancellable(awaitable: Awaitable[Any]) -> Any:
     """Await the user's coroutine; when this is cancelled, so is it, and it has CANCEL_GRACE seconds to end.
 
-    One that goes on all the same is left alone: no slot and no lease waits for it.
+    One that goes on all the same is left alone: no slot and no lease waits for it. One that is cancelled from within
+    raises RuntimeError: to whoever awaits this, CancelledError means that they are cancelled themselves.
     """
     running = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
+        this = asyncio.current_task()
+        if running.cancelled() and this is not None and not this.cancelling():
+            raise RuntimeError("what it awaited was cancelled, and nobody had asked for that") from None
         if not running.done():
             running.cancel()
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -64,7 +64,7 @@ REFUSED_RETRY_SECONDS = 0.5
 """A full groups stream is tried again after this long."""
 
 STORE_RETRY_SECONDS = 2.0
-"""A store that is away or full is tried again after this long."""
+"""A store or a broker that is away or full is tried again after this long."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Lease:
     work: asyncio.Task[GroupOutcome] | None = None
     stale: bool = False
     blocked: bool = False
-    """Its episodes are over, and what came of them was refused: the stream is full, or the store is away."""
+    """Its episodes are over, and what came of them was refused: the stream is full, the store or the broker is away."""
     sampled: dict[int, int] = field(default_factory=dict)
     """Tokens sampled so far, by episode."""
 
@@ -127,7 +127,8 @@ class Actor:
         self._generator = Generator(bus, fleet=fleet, clock=clock)
         self._workloads = workloads or Workloads(roots)
         self._pullers: dict[str, Puller] = {}
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[tuple[str, int], Lease] = {}
+        """By subject and sequence: one for each message, however often it is delivered."""
         self._tasks: dict[asyncio.Task[None], None] = {}  # in the order they were begun
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
@@ -308,9 +309,14 @@ class Actor:
         if head is None or workload is None or head.incarnation != task.incarnation:
             await delivery.release(delay=5.0)
             return
+        key = (delivery.subject, delivery.sequence)
+        if (known := self._leases.get(key)) is not None:
+            log.info("group %s was delivered again while it is worked on", task.group)
+            known.delivery = delivery
+            await delivery.in_progress()
+            return
         faults.reached("actor.leased")
-        lease = Lease(delivery, task, workload, self._clock())
-        self._leases[task.group] = lease
+        lease = self._leases[key] = Lease(delivery, task, workload, self._clock())
         self._shares.begin(task.run, task.group_size, lease.began)
         running = asyncio.create_task(self._work(lease), name=task.group)
         self._tasks[running] = None
@@ -342,7 +348,7 @@ class Actor:
             await lease.delivery.release(delay=5.0)
         finally:
             heartbeat.cancel()
-            self._leases.pop(task.group, None)
+            self._leases.pop((lease.delivery.subject, lease.delivery.sequence))
             self._changed.set()
             self._note_shares(idle=True)
 
@@ -461,13 +467,17 @@ class Actor:
             except StoreError as error:
                 if lease.stale:
                     raise
-                self._trouble = self._trouble or f"groups wait for the store: {error}"
-                log.warning("group %s waits for the store: %s", task.group, error)
-                self._block(lease)
-                await asyncio.sleep(STORE_RETRY_SECONDS)
+                await self._wait_for("the store", lease, error)
             else:
                 self._trouble = ""
                 return ref
+
+    async def _wait_for(self, what: str, lease: Lease, error: FarflungError) -> None:
+        """Give who cannot take a finished group now the time to come right, and tell people."""
+        self._trouble = self._trouble or f"groups wait for {what}: {error}"
+        log.warning("group %s waits for %s: %s", lease.task.group, what, error)
+        self._block(lease)
+        await asyncio.sleep(STORE_RETRY_SECONDS)
 
     def _block(self, lease: Lease) -> None:
         """A finished group waits to be handed over: from now on its slots are its own run's trouble alone."""
@@ -491,7 +501,7 @@ class Actor:
         )
 
     async def _publish(self, lease: Lease, answer: Message, id: str) -> None:
-        """Hand the answer over; a full stream is waited for, with the lease kept."""
+        """Hand the answer over; a full stream and a broker that is away or full are waited for, with the lease kept."""
         subject = names.group_subject(lease.task.run, lease.task.group)
         headers = tracing.headers()
         while True:
@@ -505,6 +515,12 @@ class Actor:
                 if lease.stale:
                     raise StoreError("the run moved on while its groups stream was full") from None
                 continue
+            except (ConnectionFailed, StoreError) as error:
+                if lease.stale:
+                    raise
+                await self._wait_for("the broker", lease, error)
+                continue
+            self._trouble = ""
             if receipt.outcome != "stored":
                 log.info("group %s was answered already (%s)", lease.task.group, receipt.outcome)
             faults.reached("actor.published")

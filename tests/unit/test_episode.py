@@ -249,6 +249,24 @@ async def test_a_broken_environment_fails_with_the_line_and_the_others_go_on(tok
     assert outcome.main_failure() == ("environment", failure.reason)
 
 
+async def test_an_environment_that_is_cancelled_from_within_fails_and_the_others_go_on(
+    tokenizer: ChatTokenizer,
+) -> None:
+    class Broken(Game):
+        async def reset(self, task: Mapping[str, Any], seed: int) -> Any:
+            if seed == episode_seed(7, 1):
+                connecting = asyncio.ensure_future(asyncio.Event().wait())
+                connecting.cancel()
+                await connecting
+            return QUESTION
+
+    outcome = await group(tokenizer, EnvironmentFactory(Broken, Rewards()), Replies(tokenizer))
+    assert [e.index for e in outcome.episodes] == [0, 2]
+    (failure,) = outcome.failures
+    assert (failure.index, failure.category, outcome.retries) == (1, "environment", 1)
+    assert "reset raised RuntimeError: what it awaited was cancelled" in failure.reason
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
