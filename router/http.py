@@ -2,7 +2,8 @@
 
 A handler is called once for each complete request, in the event loop, and answers through the exchange: at once or
 later, whole or in pieces. Requests that a client sends ahead on one connection wait for the answers before them. A
-client that hangs up ends its exchange: whoever serves it is told through `on_gone`.
+client that hangs up ends its exchange: whoever serves it is told through `on_gone`. One that does not read its answers
+gets no further ones, and is not read.
 """
 
 from __future__ import annotations
@@ -131,8 +132,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: deque[Exchange] = deque()
         self._current: Exchange | None = None
+        self._full = False
+        """Whether the client does not read what it is sent."""
         self._paused = False
-        self._refused = False
+        self._refusal: tuple[int, bytes] | None = None
+        """Status and body for bytes that were no request: the last answer."""
         self._reset()
 
     def _reset(self) -> None:
@@ -149,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refusal is not None:
             return
         try:
             self._parser.feed_data(data)
@@ -163,6 +167,14 @@ class Connection(asyncio.Protocol):
             self._refuse(status, str(cause or error))
         except httptools.HttpParserError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, f"no HTTP/1.1 request: {error}")
+
+    def pause_writing(self) -> None:
+        self._full = True
+        self._throttle()
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._serve_next()
 
     def eof_received(self) -> bool:
         return False
@@ -205,14 +217,12 @@ class Connection(asyncio.Protocol):
         path = self._target.decode("latin-1").partition("?")[0]
         exchange = Exchange(self, parser.get_method().decode(), path, self._headers, body, parser.should_keep_alive())
         self._reset()
-        if self._current is None:
+        if self._current is None and not self._waiting and not self._full:
             self._current = exchange
             self._handler(exchange)
         else:
             self._waiting.append(exchange)
-            if len(self._waiting) >= MAX_AHEAD and self._transport is not None:
-                self._paused = True
-                self._transport.pause_reading()
+            self._throttle()
 
     def _grow(self, size: int) -> None:
         self._head_size += size
@@ -228,14 +238,30 @@ class Connection(asyncio.Protocol):
     def answered(self, exchange: Exchange) -> None:
         """The current exchange is complete: the next may be served."""
         self._current = None
-        if not exchange.keep_alive:
+        if exchange.keep_alive:
+            self._serve_next()
+        else:
             self.hang_up()
-        elif self._waiting:
-            self._current = self._waiting.popleft()
-            if self._paused and self._transport is not None:
-                self._paused = False
-                self._transport.resume_reading()
-            asyncio.get_running_loop().call_soon(self._serve_current, self._current)
+
+    def _serve_next(self) -> None:
+        if self._current is None and not self._full:
+            if self._waiting:
+                self._current = self._waiting.popleft()
+                asyncio.get_running_loop().call_soon(self._serve_current, self._current)
+            elif self._refusal is not None:
+                Exchange(self, "POST", "", {}, b"", keep=False).send(*self._refusal)
+        self._throttle()
+
+    def _throttle(self) -> None:
+        """Leave the client's bytes unread while it does not read, or has sent too much ahead."""
+        pause = self._full or len(self._waiting) >= MAX_AHEAD
+        if pause == self._paused or self._transport is None or self._transport.is_closing():
+            return
+        self._paused = pause
+        if pause:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _serve_current(self, exchange: Exchange) -> None:
         if not exchange.ended:
@@ -246,11 +272,12 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int, reason: str) -> None:
-        self._refused = True
+        """What came is no request: nothing more is read, and that is answered behind all that is owed."""
         body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % (
             reason.replace("\\", "").replace('"', "'").encode("ascii", "replace")
         )
-        Exchange(self, "POST", "", {}, b"", keep=False).send(status, body)
+        self._refusal = status, body
+        self._serve_next()
 
 
 class _TooLarge(Exception):

@@ -149,3 +149,49 @@ async def test_a_client_that_sends_too_much_ahead_is_not_read(subject: Subject) 
         await until(lambda: len(subject.exchanges) > served)  # noqa: B023
         subject.exchanges[served].send(200, b"")
     assert (await talk).count(b"200 OK") == count + 1
+
+
+async def test_a_client_that_does_not_read_its_answers_gets_no_more_of_them() -> None:
+    count, body = 3000, bytes(20_000)
+    buffered: list[int] = []
+
+    def handle(exchange: Exchange) -> None:
+        [connection] = server._connections
+        assert connection._transport is not None
+        buffered.append(connection._transport.get_write_buffer_size())
+        exchange.send(200, body)
+
+    server = Server(handle)
+    reader, writer = await asyncio.open_connection("127.0.0.1", await server.start("127.0.0.1", 0))
+    writer.write(b"GET /1 HTTP/1.1\r\n\r\n" * count)
+    for _ in range(3):
+        await until(lambda: len(buffered) == count or any(connection._full for connection in server._connections))
+        async with asyncio.timeout(20):
+            for _ in range(count // 3):
+                await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(len(body)) == body
+    assert len(buffered) == count
+    assert max(buffered) < 10 * len(body)
+    writer.close()
+    await server.close()
+
+
+async def test_what_is_no_request_is_refused_behind_the_answers_that_are_owed(subject: Subject) -> None:
+    subject.at_once = False
+    talk = asyncio.create_task(subject.talk(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nnonsense\r\n\r\n"))
+    for number in range(2):
+        await until(lambda: len(subject.exchanges) > number)  # noqa: B023
+        subject.exchanges[number].send(200, b"")
+    answer = await talk
+    assert [line.split()[1] for line in answer.split(b"\r\n") if line.startswith(b"HTTP/")] == [b"200", b"200", b"400"]
+
+
+async def test_who_sends_what_is_no_request_and_hangs_up_ends_the_request_before_it(subject: Subject) -> None:
+    subject.at_once = False
+    told: list[int] = []
+    _, writer = await asyncio.open_connection("127.0.0.1", subject.port)
+    writer.write(b"GET /1 HTTP/1.1\r\n\r\nnonsense\r\n\r\n")
+    await until(lambda: subject.exchanges)
+    subject.exchanges[0].on_gone = lambda: told.append(1)
+    writer.close()
+    await until(lambda: told)
