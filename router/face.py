@@ -17,6 +17,9 @@ from router.placement import Placer
 
 log = logging.getLogger(__name__)
 
+FAILED = "the router failed at this request; its log says why"
+"""The answer where an exception came that nobody expected."""
+
 
 class Face(ABC):
     """An HTTP server that answers as a model server does."""
@@ -76,7 +79,7 @@ class Face(ABC):
             self.refuse(exchange, problem)
         except Exception:
             log.exception("%s %s failed", exchange.method, exchange.path)
-            self.refuse(exchange, BadRequest("the router failed at this request; its log says why", status=500))
+            self.refuse(exchange, BadRequest(FAILED, status=500))
 
     def _route(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ from broker.registry import Heads, Registry
 from router import openai, policies
 from router.asking import Asker
 from router.exposition import metric
-from router.face import Face
+from router.face import FAILED, Face
 from router.http import Exchange
 from router.openai import BadRequest, ChatRequest, CompletionRequest, SamplingRequest, decode
 from router.placement import Placer
 from router.policies import Policy
 from router.service import RouterService
+
+log = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
 """What a completion may sample at most where the client does not say, as with OpenAI."""
@@ -240,6 +243,9 @@ class FleetFace(Face):
         except asyncio.CancelledError:
             self.count(exchange, 499)
             raise
+        except Exception:
+            log.exception("%s %s failed", exchange.method, exchange.path)
+            self.refuse(exchange, BadRequest(FAILED, status=500))
 
     async def _choices(self, form: _Form, requests: list[tuple[Ids, GenerateRequest]]) -> AsyncIterator[_Choice]:
         """Each choice as it comes. When one fails, or nobody waits any more, the others are cancelled."""

@@ -20,6 +20,12 @@ Prompt = str | Ids
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What a message on the bus, and an engine, can hold."""
+
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 128)]
+"""An Integer with room behind it for a seed for each of n choices."""
+
 
 class BadRequest(Exception):
     """A request cannot be served. `status` is HTTP's; `code` and `param` are OpenAI's."""
@@ -61,19 +67,19 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     """What both kinds of request say."""
 
     model: str
-    n: int = 1
+    n: Integer = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Integer | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -88,7 +94,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
