@@ -1,8 +1,8 @@
 """The stand-alone router: plain model servers behind one HTTP face, with the placement of a fleet and no bus.
 
 Invariant: a request that a client still waits for has exactly one place to be: at one server, or in the queue. A
-server that refuses, hangs up, fails or goes silent loses its requests to the others; only an answer of which the client
-has seen the beginning cannot be repeated.
+server that refuses, hangs up, fails or goes silent loses its requests to the others; what cannot be repeated is an
+answer of which the client has seen the beginning, and a request at which several servers failed.
 
 Servers are asked every second for their health, and now and then for their models and the size of their cache. A server
 gets a model's requests if it lists the model, or if no server does: then the server is left to say so.
@@ -47,6 +47,10 @@ LOOK_SECONDS = 10.0
 WAIT_SECONDS = 30.0
 """How long a request may wait while no server is well."""
 
+HANG_UPS = 3
+"""A request at which servers hung up this often is refused: it may be what ends them. One that is innocent and meets as
+many restarts is its client's to repeat."""
+
 MAX_WAITING = 8192
 
 UNLISTED_MODELS = 256
@@ -80,6 +84,7 @@ class Forward:
         self.waiting_since: float | None = None
         self.link: Link | None = None
         self.failed_at: set[str] = set()
+        self.hang_ups = 0
         self._data: list[bytes] = []
         self._streaming = False
         self._kept = 0
@@ -115,8 +120,8 @@ class Forward:
     def on_failure(self, link: Link, reason: str) -> None:
         """The server hung up before the answer was complete."""
         self.link = None
-        self.router.hung_up(self, link, reason)
         self._data = []
+        self.router.hung_up(self, link, reason)
 
     def _gone(self) -> None:
         """The client hung up: the server is to stop."""
@@ -331,10 +336,16 @@ class StandAlone(Face):
             link.upstream.idle.clear()
         else:
             self._fail(link.upstream, reason)
+        if forward.exchange.ended:
+            return
+        forward.hang_ups += 1
         if forward.exchange.started:
             self.count(forward.exchange, 502)
             forward.exchange.abort()
-        elif not forward.exchange.ended:
+        elif forward.hang_ups >= HANG_UPS:
+            problem = f"servers hung up {forward.hang_ups} times on this request, {link.upstream.name} last: {reason}"
+            self.refuse(forward.exchange, BadRequest(problem, status=502))
+        else:
             self._again(forward, link.upstream)
 
     def try_elsewhere(self, forward: Forward, upstream: Upstream, reason: str) -> bool:
@@ -423,15 +434,15 @@ class StandAlone(Face):
             for link in [*upstream.busy, *upstream.idle]:
                 receiver = link.receiver
                 link.close()
-                if isinstance(receiver, Forward):
-                    receiver.link = None
-                    self.hung_up(receiver, link, "it is silent")
+                if receiver is not None:
+                    receiver.on_failure(link, "it is silent")
             upstream.idle.clear()
             self._placer.clear_cache(upstream.name)
 
     async def _look(self, upstream: Upstream) -> None:
         await upstream.look(self._options.cache_tokens)
         self._tell_placer()
+        self._retry_waiting()
 
     def _learn_model(self, model: str) -> None:
         """Somebody asks for a model that no server lists."""

@@ -263,6 +263,49 @@ async def test_a_silent_server_loses_its_requests_to_the_others(scene: Scene, mo
     assert scene.loads() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("scene", [2], indirect=True)
+async def test_what_a_silent_server_had_answered_is_no_part_of_anothers_answer(scene: Scene) -> None:
+    for server in scene.servers:
+        server.mode = "hold"
+    ask = asyncio.create_task(scene.ask(completion(ids(1))))
+    await until(lambda: any(scene.served()))
+    half, whole = sorted(scene.servers, key=lambda server: not server.asked)
+    whole.mode = "answer"
+    half.exchanges[0].raw(b'HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n{"object":"x","half":"')
+    upstream = next(upstream for upstream in scene.face._upstreams.values() if upstream.name == half.url)
+    [link] = upstream.busy
+    await until(lambda: link.status)
+    upstream.answered = scene.face._away = float("-inf")
+    scene.face._lose(upstream, TimeoutError())
+    status, body = await ask
+    assert (status, json.loads(body)["choices"][0]["token_ids"]) == (200, whole.reply)
+
+
+async def test_a_request_at_which_servers_hang_up_again_and_again_is_refused(scene: Scene) -> None:
+    for server in scene.servers:
+        server.mode = "die"
+    status, body = await scene.ask(completion(ids(1)))
+    assert status == 502
+    assert f"hung up {module.HANG_UPS} times" in json.loads(body)["error"]["message"]
+    assert sum(scene.served()) == module.HANG_UPS
+    assert scene.loads() == [0.0, 0.0, 0.0]
+
+
+async def test_a_request_that_waits_for_its_model_goes_on_as_soon_as_a_server_lists_it(scene: Scene) -> None:
+    scene.face._options = UpstreamOptions(wait_seconds=20.0)
+    first, second, *_ = scene.face._upstreams.values()
+    scene.servers[0].models.append({"id": "run-v3", "parent": "base"})
+    await scene.face._look(first)
+    scene.servers[0].health = "bad"
+    await until(lambda: not first.well)
+    ask = asyncio.create_task(scene.ask(completion(ids(1), model="run-v3")))
+    await until(lambda: scene.face._waiting)
+    scene.servers[1].models.append({"id": "run-v3", "parent": "base"})
+    await scene.face._look(second)
+    assert not scene.face._waiting
+    assert (await ask)[0] == 200
+
+
 async def test_an_error_that_every_server_gives_is_the_requests_own(scene: Scene) -> None:
     for server in scene.servers:
         server.mode = "error"
@@ -338,6 +381,10 @@ async def test_a_model_goes_where_it_is_listed_and_anywhere_when_it_is_listed_no
         (completion([1, 1 << 40]), 400, "`int` <= 2147483647"),
         (completion([1, "a"]), 400, "prompt"),
         (completion([1], n=0), 400, "n from 1"),
+        (completion([1], seed=1 << 70), 400, "`int` <= 9223372036854775680"),
+        (completion([1], seed=-(1 << 70)), 400, "seed"),
+        (completion([1], stop_token_ids=[1 << 63]), 400, "stop_token_ids"),
+        (completion([1], top_k=1 << 70), 400, "top_k"),
         ({"model": "base", "prompt": [1], "max_tokens": "many"}, 400, "max_tokens"),
     ],
 )
