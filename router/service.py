@@ -146,6 +146,7 @@ class RouterService:
         self._heard: dict[str, tuple[int, float]] = {}
         self._unfinished: dict[str, frozenset[str]] = {}
         self._failing: dict[str, _Failing] = {}
+        self._present: frozenset[str] = frozenset()
         self._contexts: dict[str, int] = {}
         self._routers: dict[str, float] = {}
         self._probes = itertools.count()
@@ -274,25 +275,32 @@ class RouterService:
             self._changed.clear()
             # Who was away oneself has reports unread, and must not take that for silence.
             away = self._clock() - began > AWAY_SECONDS
-            for replica in self._take_in(roster):
-                await self._lose(replica, "gone")
-            self._forget_strangers()
-            self.placer.expire(self._clock())
-            for replica in self.placer.replicas():
-                _, heard = self._heard[replica]
-                if not away and self._clock() - heard > SILENT_SECONDS:
-                    await self._lose(replica, "silent")
-            self._probe_failing()
-            await self._retry_waiting()
+            await self._tick(roster, away=away)
+
+    async def _tick(self, roster: Roster, *, away: bool) -> None:
+        for replica in self._take_in(roster):
+            await self._lose(replica, "gone")
+        self._forget_strangers()
+        self.placer.expire(self._clock())
+        for replica in self.placer.replicas():
+            _, heard = self._heard[replica]
+            if not away and self._clock() - heard > SILENT_SECONDS:
+                await self._lose(replica, "silent")
+        self._probe_failing()
+        await self._retry_waiting()
 
     def _take_in(self, roster: Roster) -> list[str]:
         """Bring placement up to date with who is there; returns the replicas that are gone."""
         present = {node.id: node for node in roster.present("replica", self.fleet)}
         now = self._clock()
+        placed = set(self.placer.replicas())
+        self._present = frozenset(present)
+        self._contexts = {replica: node.context for replica, node in present.items()}
         for replica, node in present.items():
-            # A node record outlives its replica by seconds: only one that also reports its load stays in use.
+            # A node record outlives its replica by seconds: only one that also reports its load comes and stays in use.
             _, heard = self._heard.setdefault(replica, (-1, now))
-            self._contexts[replica] = node.context
+            if now - heard > SILENT_SECONDS and replica not in placed:
+                continue
             self.placer.update_replica(
                 replica,
                 confirmed=node.confirmed,
@@ -306,8 +314,8 @@ class RouterService:
         return gone
 
     def _forget_strangers(self) -> None:
-        """Forget replicas that reported without being present, once they are silent."""
-        known = set(self.placer.replicas())
+        """Forget replicas that are not present, once they are silent."""
+        known = self._present.union(self.placer.replicas())
         for replica, (_, heard) in list(self._heard.items()):
             if replica not in known and self._clock() - heard > SILENT_SECONDS:
                 del self._heard[replica]
@@ -316,7 +324,6 @@ class RouterService:
     async def _lose(self, replica: str, why: str) -> None:
         """Place a dead replica's requests elsewhere, under the same version."""
         self._unfinished.pop(replica, None)
-        self._contexts.pop(replica, None)
         if (failing := self._failing.pop(replica, None)) and failing.probe is not None:
             failing.probe.cancel()
         orphans = self.placer.remove_replica(replica)

@@ -29,7 +29,14 @@ from broker.messages import (
     pack_ids,
 )
 from observability import tracing
-from router.service import PROBE_SECONDS, ROUTER_SILENT_SECONDS, SILENT_SECONDS, WAIT_SECONDS, RouterService
+from router.service import (
+    PROBE_SECONDS,
+    ROUTER_SILENT_SECONDS,
+    SILENT_SECONDS,
+    TICK_SECONDS,
+    WAIT_SECONDS,
+    RouterService,
+)
 from tests.waiting import until
 
 OK = GenerateReply(
@@ -77,13 +84,15 @@ class Fixture:
         self.beats: dict[str, int] = {}
         self.take_in()
 
-    def take_in(self) -> list[str]:
+    def roster(self) -> Any:
         nodes = [
             SimpleNamespace(id=id, confirmed=[], state="ready", cache_tokens=4096, block=16, context=self.context)
             for id in self.present
         ]
-        roster: Any = SimpleNamespace(present=lambda kind, fleet: nodes)
-        return self.router._take_in(roster)
+        return SimpleNamespace(present=lambda kind, fleet: nodes)
+
+    def take_in(self) -> list[str]:
+        return self.router._take_in(self.roster())
 
     async def ask(
         self, id: str, *, group: str = "", siblings: int = 1, prompt: bytes = pack_ids(np.arange(40))
@@ -156,6 +165,21 @@ async def test_a_lost_replicas_reports_are_forgotten() -> None:
     subject.now += SILENT_SECONDS + 1
     subject.router._forget_strangers()
     assert subject.router._unfinished == {}
+
+
+async def test_a_replica_that_is_present_but_silent_is_lost_once_and_back_with_its_next_report() -> None:
+    subject = Fixture("a", "b")
+    await subject.report("a", [])
+    subject.now += SILENT_SECONDS + 1
+    for _ in range(20):
+        await subject.report("b", [])
+        await subject.router._tick(subject.roster(), away=False)
+        subject.now += TICK_SECONDS
+        assert subject.router.placer.eligible(None) == ["b"]
+    assert subject.router.lost_replicas == 1
+    await subject.report("a", [])
+    await subject.router._tick(subject.roster(), away=False)
+    assert sorted(subject.router.placer.eligible(None)) == ["a", "b"]
 
 
 async def test_a_waiting_request_that_a_replica_has_or_had_is_not_placed() -> None:
