@@ -7,7 +7,8 @@ State.
 - How long continuations are, by run and prompt (`router.lengths`).
 
 Rules.
-1. *Eligible* is a replica that takes requests, is not failing, and has confirmed the request's adapter.
+1. *Eligible* is a replica that takes requests, is not failing, and has confirmed the request's adapter. One that has
+   refused the request before counts only where every eligible one has.
 2. *Blocks.* A prompt is cut in blocks of the replica's block size, whose hashes are chained and begin with the
    adapter's name and the cache salt (`broker.blocks`). Leading blocks in which prompts fork are common (system
    prompts) and do not decide. How many replicas hold a block does not matter.
@@ -264,13 +265,20 @@ class Placer:
         """Whether some replica may serve `adapter` now."""
         return self._bars(adapter) is not None
 
-    def place(self, request: Request, now: float) -> Placement | None:
-        """Choose a replica and count the request as its load; None when no replica is eligible."""
+    def place(self, request: Request, now: float, *, avoid: Iterable[str] = ()) -> Placement | None:
+        """Choose a replica and count the request as its load; None when no replica is eligible.
+
+        Those to `avoid` are chosen only where no other is eligible.
+        """
         bars = self._bars(request.adapter)
         if bars is None:
             return None
         self.complete(request.id)
         costs = self._loads + bars
+        if avoid:
+            others = costs.copy()
+            others[[state.slot for name in avoid if (state := self._replicas.get(name))]] = INFINITE
+            costs = others if others.min() < INFINITE else costs
         lightest = int(costs.argmin())
         prompt = len(request.prompt)
         data = request.prompt.tobytes()

@@ -82,6 +82,9 @@ replicas have from them."""
 ROUTER_SILENT_SECONDS = 2.0
 """A router that is silent for this long has its groups taken over."""
 
+REFUSALS_KEPT = 16_384
+"""Requests of which it is remembered who refused them, newest kept."""
+
 PROBE_SECONDS = 1.0
 """How often a failing replica is tried, and how long it may take to answer."""
 
@@ -107,9 +110,8 @@ class _Waiting:
 
 @dataclass
 class _Failing:
-    """A replica that failed a request. It is tried with one of `run` until it answers."""
+    """A replica that failed a request. It is tried until it answers."""
 
-    run: str
     again: float
     probe: asyncio.Task[None] | None = None
 
@@ -146,6 +148,8 @@ class RouterService:
         self._heard: dict[str, tuple[int, float]] = {}
         self._unfinished: dict[str, frozenset[str]] = {}
         self._failing: dict[str, _Failing] = {}
+        self._refusals: OrderedDict[str, set[str]] = OrderedDict()
+        """The replicas that refused a request, which its asker may ask again."""
         self._present: frozenset[str] = frozenset()
         self._contexts: dict[str, int] = {}
         self._routers: dict[str, float] = {}
@@ -335,11 +339,11 @@ class RouterService:
             if forwarded is not None:
                 await self._place(forwarded.message, forwarded.reply, forwarded.headers)
 
-    def _take_out(self, replica: str, run: str) -> None:
+    def _take_out(self, replica: str) -> None:
         """A replica failed a request: it gets no more until it has answered a probe."""
         if replica in self._failing or not self.placer.bar(replica):
             return
-        self._failing[replica] = _Failing(run, self._clock() + PROBE_SECONDS)
+        self._failing[replica] = _Failing(self._clock() + PROBE_SECONDS)
         log.warning("replica %s failed a request: no more until it answers a probe", replica)
 
     def _probe_failing(self) -> None:
@@ -350,10 +354,13 @@ class RouterService:
                 failing.probe = asyncio.create_task(self._probe(replica, failing))
 
     async def _probe(self, replica: str, failing: _Failing) -> None:
-        """Ask for one token of the base model; an answer ends the replica's exclusion."""
+        """Ask for one token of the base model; an answer ends the replica's exclusion.
+
+        The probe is of no run: what a replica may not do for one run says nothing of the others.
+        """
         probe = GenerateRequest(
             id=f"probe.{self.id}.{next(self._probes)}",
-            run=failing.run,
+            run="",
             group="",
             siblings=1,
             adapter=None,
@@ -436,6 +443,7 @@ class RouterService:
             log.info("request %s is with %s already", request.id, holder)
             return
         arrived_ns = arrived_ns or time.time_ns()
+        refusals = self._refusals.get(request.id, set())
         placed = self.placer.place(
             Request(
                 id=request.id,
@@ -447,10 +455,13 @@ class RouterService:
                 run=request.run,
             ),
             self._clock(),
+            avoid=refusals,
         )
         if placed is None:
             await self._wait(request, reply, headers, arrived_ns)
             return
+        if placed.replica in refusals:  # all have refused it: another round
+            refusals.clear()
         with tracing.span(
             "route",
             parent=headers,
@@ -530,6 +541,7 @@ class RouterService:
     async def _on_cancel(self, message: Msg) -> None:
         cancel = decode(message.data, CancelRequest)
         self._waiting.pop(cancel.id, None)
+        self._refusals.pop(cancel.id, None)
         replica = self.placer.assigned_to(cancel.id) or self._holder(cancel.id)
         if replica is not None:
             try:
@@ -556,9 +568,12 @@ class RouterService:
         for done in report.completed:
             if done.ok:  # a refused one is asked again under its id
                 self._waiting.pop(done.id, None)
+                self._refusals.pop(done.id, None)
+            else:
+                self._remember_refusal(done.id, report.replica)
             if self.placer.assigned_to(done.id) not in (None, report.replica):
                 continue  # placed elsewhere while this replica was silent: that replica still works on it
-            forwarded = self._forwarded.pop(done.id, None)
+            self._forwarded.pop(done.id, None)
             if done.ok:
                 self.placer.complete(
                     done.id,
@@ -570,7 +585,7 @@ class RouterService:
             else:
                 self.placer.complete(done.id)
             if done.fault:
-                self._take_out(report.replica, forwarded.message.run if forwarded else "")
+                self._take_out(report.replica)
         assigned = self.placer.assigned(report.replica)
         self._count_others(report, assigned)
         for id in assigned:
@@ -585,6 +600,12 @@ class RouterService:
                 self.placer.complete(id)
                 del self._forwarded[id]
                 await self._place(forwarded.message, forwarded.reply, forwarded.headers)
+
+    def _remember_refusal(self, id: str, replica: str) -> None:
+        self._refusals.setdefault(id, set()).add(replica)
+        self._refusals.move_to_end(id)
+        if len(self._refusals) > REFUSALS_KEPT:
+            self._refusals.popitem(last=False)
 
     def _count_others(self, report: ReplicaLoad, assigned: list[str]) -> None:
         """Count what the replica has from other routers, and what of their groups is still to come."""

@@ -49,6 +49,18 @@ def test_a_request_goes_only_where_its_version_is_confirmed() -> None:
     assert (subject.can_serve("run-v1"), subject.can_serve(None), subject.eligible(None)) == (False, True, ["a"])
 
 
+def test_a_replica_to_avoid_is_chosen_only_where_no_other_is_eligible() -> None:
+    subject = placer("a", "b", "c")
+    subject.update_replica("c", confirmed=[], accepts=False, cache_tokens=4096)
+    home = place(subject, request("r")).replica
+    [other] = {"a", "b"} - {home}
+    placed = subject.place(request("r"), 0.0, avoid=[home, "gone"])
+    assert placed is not None
+    assert placed.replica == other
+    assert subject.place(request("r"), 0.0, avoid=["a", "b"]) is not None
+    assert subject.place(request("s"), 0.0, avoid=["gone"]) is not None
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_the_members_of_a_group_go_to_one_replica_and_groups_spread(told: bool) -> None:
     subject = placer("a", "b", "c", "d")

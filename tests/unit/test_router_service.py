@@ -342,6 +342,33 @@ async def test_a_request_that_failed_by_its_own_fault_takes_no_replica_out() -> 
     assert subject.router.placer.load("a") == 0.0
 
 
+async def test_a_failing_replica_is_probed_under_no_run() -> None:
+    subject = Fixture("a")
+    subject.bus.answers = [OK]
+    await subject.ask("r")
+    await subject.report("a", [], completed=["r"], ok=False, fault=True)
+    subject.now += PROBE_SECONDS
+    subject.router._probe_failing()
+    await until(lambda: subject.router._failing == {})
+    [(_, probe)] = subject.bus.requests
+    assert isinstance(probe, GenerateRequest)
+    assert probe.run == "", "it may be just this run that the replica may not serve"
+
+
+async def test_a_request_that_a_replica_refused_goes_to_those_that_have_not_until_all_have() -> None:
+    subject = Fixture("a", "b", "c")
+    for _ in range(6):
+        await subject.ask("r", group="g", siblings=4)
+        replica, _ = subject.placed()[-1]
+        await subject.report(replica, [], completed=["r"], ok=False)
+    places = [replica for replica, _ in subject.placed()]
+    assert [set(places[:3]), set(places[3:])] == [{"a", "b", "c"}] * 2
+    await subject.ask("r", group="g", siblings=4)
+    replica, _ = subject.placed()[-1]
+    await subject.report(replica, [], completed=["r"])
+    assert subject.router._refusals == {}
+
+
 async def test_a_failing_replica_that_goes_is_not_probed_any_more() -> None:
     subject = Fixture("a", "b")
     await subject.ask("r")
