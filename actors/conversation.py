@@ -219,7 +219,9 @@ class _Draft:
 
 def _turn(message: ChatMessage) -> Turn:
     content: Any = message.get("content")
-    return Turn(role=str(message.get("role")), content=content if isinstance(content, str) else json.dumps(content))
+    return Turn(
+        role=str(message.get("role")), content=content if isinstance(content, str) else json.dumps(content, default=str)
+    )
 
 
 def _split_at(text: str, sentinels: Sequence[str]) -> list[str] | None:

@@ -327,7 +327,7 @@ class _Attempt:
         try:
             prompt = with_system_prompt(check_prompt(value), self._spec.environment.system_prompt)
             conversation = Conversation(self._tokenizer, prompt)
-        except (ValueError, ModelError, TaskSourceError) as error:
+        except (ValueError, TypeError, ModelError, TaskSourceError) as error:
             raise EpisodeError("task", f"not a usable prompt: {error}") from error
         return UnscoredEpisode(index=self._index, prompt=prompt, conversation=conversation)
 
@@ -380,9 +380,9 @@ class _Attempt:
         try:
             reward = float(result.reward or 0.0)
             metrics = {str(name): float(value) for name, value in result.metrics.items()}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EpisodeError(
-                "environment", f"step() returned a reward or metric that is no number: {error}"
+                "environment", f"step() returned a reward or metrics that are no numbers: {error}"
             ) from error
         if not np.isfinite(reward):
             raise EpisodeError("environment", f"step() returned the reward {reward}; expected a finite number")
@@ -395,7 +395,7 @@ class _Attempt:
                 conversation.rewrite(check_messages(result.history))
             else:
                 conversation.extend(check_messages(result.messages))
-        except (ValueError, ModelError) as error:
+        except (ValueError, TypeError, ModelError) as error:  # TypeError: text that no tokenizer takes
             raise EpisodeError("environment", f"step() gave unusable messages: {error}") from error
 
     async def _close(self, environment: Any) -> None:

@@ -76,7 +76,7 @@ class Rewards:
                 continue
             try:
                 number = float(value) if isinstance(value, SupportsFloat) else math.nan
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 number = math.nan
             if not math.isfinite(number):
                 return EpisodeError(

@@ -273,7 +273,10 @@ async def test_an_environment_that_is_cancelled_from_within_fails_and_the_others
         (None, "step\\(\\) returned NoneType; expected actors.environment.StepResult"),
         (StepResult(reward=float("nan")), "returned the reward nan"),
         (StepResult(reward="much"), "no number"),  # type: ignore[arg-type]
+        (StepResult(reward=10**400), "no number"),
+        (StepResult(metrics=None), "no number"),  # type: ignore[arg-type]
         (StepResult(messages=["hello"]), "unusable messages"),  # type: ignore[list-item]
+        (StepResult(messages=[{"role": "user", "content": "caf\udce9"}]), "unusable messages"),
     ],
 )
 async def test_an_answer_that_is_none_is_the_environments_failure(
