@@ -279,6 +279,9 @@ async def _score(
         if isinstance(score, EpisodeError):
             failed[episode.index] = EpisodeError(score.category, str(score))
             failed[episode.index].sampled_tokens = episode.conversation.sampled_tokens
+        elif not np.isfinite(episode.reward + score.reward):
+            failed[episode.index] = EpisodeError("reward", "the rewards of the environment and the functions overflow")
+            failed[episode.index].sampled_tokens = episode.conversation.sampled_tokens
         else:
             good.append(episode.scored(score.reward, score.parts, seconds))
     return good, failed

@@ -85,6 +85,8 @@ class Rewards:
                 )
             parts[reward.name] = number
         total = sum(reward.weight * parts[reward.name] for reward in self.functions if reward.name in parts)
+        if not math.isfinite(total):
+            return EpisodeError("reward", f"the weighted sum of {parts} is {total}; expected a finite number")
         return Score(reward=float(total), parts=parts)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 import typing
@@ -17,6 +18,11 @@ import msgspec
 
 from broker.errors import ConfigError
 from broker.runspec import RunSpec
+
+FINITE = frozenset(
+    ("lr", "kl_coef", "truth_tolerance", "dynamic_sampling", "reward_weights", "success", "temperature", "weight_decay")
+)
+"""Keys whose numbers must be finite; elsewhere infinity means that there is no bound."""
 
 
 def load(path: Path) -> RunSpec:
@@ -67,6 +73,7 @@ def _contradictions(spec: RunSpec) -> typing.Iterator[str]:
             f"fleet.max_inflight: expected at least algorithm.group_size ({algorithm.group_size}), since a group runs "
             f"at once on one actor; got {fleet.max_inflight}"
         )
+    yield from _infinities(spec)
     yield from _evaluation_contradictions(spec)
     if environment.group_timeout < environment.episode_timeout:
         yield (
@@ -78,6 +85,17 @@ def _contradictions(spec: RunSpec) -> typing.Iterator[str]:
             f"fleet.min_replicas: expected at most fleet.actors ({fleet.actors}), since each actor hosts one replica; "
             f"got {fleet.min_replicas}"
         )
+
+
+def _infinities(spec: RunSpec) -> typing.Iterator[str]:
+    """Numbers that are none, and infinite ones where that has no meaning; bounds and times may be infinite."""
+    plain: dict[str, dict[str, Any]] = msgspec.to_builtins(spec)
+    for section, values in plain.items():
+        for key, value in values.items():
+            several = value if isinstance(value, list) else [value]
+            numbers = [number for number in several if isinstance(number, float)]
+            if any(math.isnan(number) or (math.isinf(number) and key in FINITE) for number in numbers):
+                yield f"{section}.{key}: expected a finite number, got {value!r}"
 
 
 def _evaluation_contradictions(spec: RunSpec) -> typing.Iterator[str]:

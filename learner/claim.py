@@ -114,8 +114,15 @@ async def claim(
             "--adapter to go on with it, choose another run.name, or begin it anew with --restart"
         )
     check_same_policy(old, plain, fingerprint, remedy="choose another run.name, or begin anew with --restart")
+    was, temperature = old.spec.get("sampling", {}).get("temperature"), spec.sampling.temperature
+    if was is not None and was != temperature:
+        raise RunConflict(
+            f"run {run} samples with sampling.temperature = {was!r}, and groups of it may be under way; the "
+            f"configuration now says {temperature!r}: restore it, or begin another run with --from {run}"
+        )
     head = replace_head(
         old,
+        fleet=spec.fleet_name,
         epoch=epoch,
         learner=node,
         state="running",

@@ -170,7 +170,15 @@ class Intake:
         self._holding[ready.group] = delivery
         try:
             data = await self._store.get_patiently(ready.blob)
-            group = Group.from_blob(data)
+            try:
+                group = Group.from_blob(data)
+            except MalformedMessage as error:  # the very bytes that the actor made: another try would make them again
+                self.let_go([ready.group])
+                await self._bus.dead_letter(delivery.subject, delivery.data, f"its blob cannot be read: {error}")
+                self.note_failure("task", f"its blob cannot be read: {error}")
+                self.close(ready.group, "failed", ready.lengths, ready.seconds.get("group"))
+                await delivery.ack()
+                return
             if group.group != ready.group or group.version != ready.version:
                 raise MalformedMessage(f"the blob holds {group.group} under version {group.version}")
         except (ObjectMissing, ObjectCorrupt, MalformedMessage) as error:

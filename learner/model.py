@@ -213,7 +213,8 @@ class Policy:
             strict=True,
         ):
             began = self._clock()
-            reference = self._reference(row) if algorithm.kl_coef else None
+            with self._out_of_memory():
+                reference = self._reference(row) if algorithm.kl_coef else None
             with torch.set_grad_enabled(signal), self._out_of_memory():
                 logprobs, row_entropy = self._forward(row)
                 part, row_sums = row_loss(self._tokens(row, logprobs), row.weight, algorithm, reference=reference)

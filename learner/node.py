@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from broker.errors import RunFailed
-from broker.messages import Floats, pack_floats, pack_ids, unpack_floats, unpack_ids
+from broker.messages import Floats, Ids, pack_floats, pack_ids, unpack_floats, unpack_ids
 from broker.models import ModelFiles
 from broker.runspec import AlgorithmSection, RunSpec
 from broker.trajectories import Row
@@ -80,6 +81,11 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     current: bool
 
 
+class NextLogprobs(msgspec.Struct, frozen=True, tag=True):
+    prompts: list[bytes]
+    adapter: bytes | None
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
@@ -92,7 +98,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The first process has no more to do."""
 
 
-Call = Train | Score | LoadAdapter | LoadOptimizer | End
+Call = Train | Score | NextLogprobs | LoadAdapter | LoadOptimizer | End
 
 
 class LeadingPolicy(Policy):
@@ -123,6 +129,10 @@ class LeadingPolicy(Policy):
         self._tell(Score(list(rows), blob, adapter == CURRENT))
         return super().score(rows, adapter)
 
+    def next_logprobs(self, prompts: Sequence[Ids], adapter: bytes | None) -> npt.NDArray[np.float32]:
+        self._tell(NextLogprobs([pack_ids(prompt) for prompt in prompts], adapter))
+        return super().next_logprobs(prompts, adapter)
+
     def load_adapter_bytes(self, data: bytes) -> None:
         self._tell(LoadAdapter(data))
         super().load_adapter_bytes(data)
@@ -147,6 +157,8 @@ def follow(policy: Policy, shards: Shards) -> None:
                     policy.train_step(sequences, token_budget=call.token_budget, algorithm=call.algorithm)
                 case Score():
                     policy.score(call.rows, CURRENT if call.current else call.adapter)
+                case NextLogprobs():
+                    policy.next_logprobs([unpack_ids(prompt) for prompt in call.prompts], call.adapter)
                 case LoadAdapter():
                     policy.load_adapter_bytes(call.data)
                 case LoadOptimizer():

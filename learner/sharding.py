@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 T = TypeVar("T")
+
+QUIET = timedelta(days=365)
+"""How long the first process may have nothing to tell. One that died is noticed at once: its connection is closed."""
 
 
 def processes() -> int:
@@ -36,6 +40,8 @@ class Shards:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    calls: dist.ProcessGroup
+    """For what the first process tells: the others wait for its next call as long as a paused run takes."""
 
     @classmethod
     def join(cls) -> Shards:
@@ -46,7 +52,8 @@ class Shards:
         if kind == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size)
-        return cls(rank, size, device, init_device_mesh(kind, (size,)))
+        calls = dist.new_group(backend="gloo", timeout=QUIET)
+        return cls(rank, size, device, init_device_mesh(kind, (size,)), calls)
 
     def leave(self) -> None:
         dist.destroy_process_group()
@@ -71,14 +78,13 @@ class Shards:
 
     def tell(self, data: bytes) -> None:
         """From the first process to the others."""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        dist.broadcast(size, 0)
-        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), 0)
+        dist.broadcast(torch.tensor([len(data)], dtype=torch.int64), 0, group=self.calls)
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self.calls)
 
     def hear(self) -> bytes:
         """What the first process tells; waits for it."""
-        size = torch.zeros(1, dtype=torch.int64, device=self.device)
-        dist.broadcast(size, 0)
-        data = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, 0)
-        return data.cpu().numpy().tobytes()
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, group=self.calls)
+        data = torch.zeros(int(size.item()), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.calls)
+        return data.numpy().tobytes()

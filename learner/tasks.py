@@ -148,7 +148,13 @@ def _plain(value: object, where: str) -> Any:
     """`value` as data that msgpack carries: numpy becomes plain, dates become ISO strings. Raises TaskSourceError."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
-    if value is None or isinstance(value, bool | float | str | bytes):
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise TaskSourceError(f"{where}: {value[:60]!r} is no valid text: {error.reason}") from error
+        return value
+    if value is None or isinstance(value, bool | float | bytes):
         return value
     if isinstance(value, int) and value in _MSGPACK_INTEGERS:
         return value

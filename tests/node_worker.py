@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 
+from broker.messages import unpack_floats
 from broker.runspec import AlgorithmSection, LoraSection, OptimizerSection
 from broker.trajectories import Row
 from learner.model import Policy
 from learner.node import LeadingPolicy, follow
 from learner.packing import TokenSequence
+from learner.probe import make_probe
 from learner.sharding import Shards
 
 ALGORITHM = AlgorithmSection(objective="gspo", kl_coef=0.1)
@@ -54,12 +56,13 @@ def train(policy: Policy) -> tuple[dict[str, Any], dict[str, Any]]:
         if label == "after_backward":
             gradients.update({name: p.grad.clone() for name, p in policy._weights.items() if p.grad is not None})
 
+    _, probe = make_probe(policy, run="r", tolerance=1e-3, seed=0)
     policy.train_step(sequences(1), token_budget=BUDGET, algorithm=ALGORITHM)
     first = policy.adapter_bytes()
     stats = policy.train_step(sequences(2), token_budget=BUDGET, algorithm=ALGORITHM, progress=keep)
     rows = [Row.of(s.token_ids, s.behaviour, s.trained, np.where(s.trained, 1, -1)) for s in sequences(3)]
     scores = [score.tolist() for score in policy.score(rows, first)]
-    return gradients, {"stats": stats, "scores": scores}
+    return gradients, {"stats": stats, "scores": scores, "probe": unpack_floats(probe.adapted)}
 
 
 def main() -> None:
@@ -70,7 +73,7 @@ def main() -> None:
         gradients, found = train(leading)
         stats = found["stats"]
         figures = {name: getattr(stats, name) for name in ("loss", "kl", "k3")}
-        np.savez(directory / "figures.npz", scores=np.asarray(found["scores"]), **figures)
+        np.savez(directory / "figures.npz", scores=np.asarray(found["scores"]), probe=found["probe"], **figures)
         safetensors.torch.save_file(gradients, directory / "gradients")  # type: ignore[arg-type]
         (directory / "state-0").write_bytes(leading.adapter_bytes() + leading.optimizer_bytes())
         (directory / "local").write_text(str(sharded_share(leading)))

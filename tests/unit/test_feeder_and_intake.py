@@ -331,6 +331,18 @@ async def test_a_blob_that_is_lost_or_another_group_s_is_dead_lettered_and_the_g
     assert desk.ledger.open_groups == 2
 
 
+async def test_a_blob_that_nobody_can_read_fails_its_group_and_is_not_made_again() -> None:
+    desk = Desk("g")
+    data = blob_of("g").replace(b"reward", b"regard")
+    desk.store.objects[ready("g", data).key] = data
+    [delivery] = await desk.receive(ready("g", data))
+    assert delivery.acked
+    assert (desk.ledger.closed["failed"], desk.intake.failed_in_a_row) == (1, 1)
+    assert len(desk.bus.letters) == 1
+    assert desk.bus.published == []
+    assert not desk.intake.holds("g")
+
+
 async def test_what_is_no_message_of_ours_is_dead_lettered_and_the_next_is_received() -> None:
     desk = Desk("g")
     data = blob_of("g")

@@ -45,6 +45,13 @@ def test_a_probe_survives_the_wire_and_an_honest_engine_passes(policy: Policy, m
     assert difference.min() >= 1.0, "whoever does not apply it is far off"
 
 
+@pytest.mark.parametrize("tolerance", [0.15, 1.0, 1e9])
+def test_a_wide_bound_on_the_mean_leaves_a_probe_that_can_be_made_and_told(policy: Policy, tolerance: float) -> None:
+    adapter, probe = make_probe(policy, run="r", tolerance=tolerance, seed=3)
+    assert verdict(probe, sampled(policy, probe, None), sampled(policy, probe, adapter)) is None
+    assert verdict(probe, sampled(policy, probe, None), sampled(policy, probe, None)) is not None
+
+
 def test_making_a_probe_leaves_the_policy_as_it_was(policy: Policy) -> None:
     weights, random = policy.adapter_bytes(), torch.get_rng_state()
     first = make_probe(policy, run="r", tolerance=1e-3, seed=3)

@@ -153,6 +153,20 @@ async def test_a_run_whose_broker_was_wiped_before_its_first_commit_keeps_its_in
     assert "the broker had lost this run" in session.notice
 
 
+async def test_a_run_goes_on_with_its_temperature_or_not_at_all() -> None:
+    world = World()
+    await world.start(spec_of(sampling={"temperature": 1.0}))
+    with pytest.raises(RunConflict, match=r"sampling.temperature = 1.0, .* now says 0.7: restore it"):
+        await world.start(spec_of(sampling={"temperature": 0.7}))
+
+
+async def test_a_run_that_goes_on_may_move_to_another_fleet() -> None:
+    world = World()
+    await world.start(spec_of(fleet={"name": "old"}))
+    session = await world.start(spec_of(fleet={"name": "new"}))
+    assert session.head.fleet == "new"
+
+
 async def test_epochs_go_on_rising_over_wipes_and_restarts() -> None:
     world = World()
     epochs = []

@@ -33,6 +33,16 @@ async def score(*functions: Callable[..., Any], completions: Any = None, **colum
     )
 
 
+async def test_a_sum_that_overflows_fails_its_own_episode_only() -> None:
+    def huge(completions: Any, **columns: Any) -> list[float]:
+        return [1e308, 1.0]
+
+    failed, good = await score(huge, huge)
+    assert isinstance(failed, EpisodeError)
+    assert "weighted sum" in str(failed)
+    assert isinstance(good, Score)
+
+
 def values(scores: list[Score | EpisodeError]) -> list[float]:
     assert all(isinstance(score, Score) for score in scores)
     return [score.reward for score in scores if isinstance(score, Score)]

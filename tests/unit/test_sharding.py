@@ -56,6 +56,7 @@ def test_two_processes_have_the_gradient_of_one(node: Path, tiny_model: Path) ->
         assert (gradient - expected).norm() < 1e-4 * expected.norm(), name  # type: ignore[attr-defined, operator]
     figures = np.load(node / "figures.npz")
     np.testing.assert_allclose(figures["scores"], alone["scores"], atol=1e-4)  # type: ignore[arg-type]
+    np.testing.assert_allclose(figures["probe"], alone["probe"], atol=1e-4)
     for name in ("loss", "kl", "k3"):
         np.testing.assert_allclose(figures[name], getattr(alone["stats"], name), rtol=1e-3, atol=1e-6)
 
@@ -66,6 +67,6 @@ def test_every_process_has_the_same_adapter_and_optimizer_and_a_part_of_the_base
 
 
 def test_rows_are_shared_out_evenly_and_each_goes_to_one_process() -> None:
-    shares = [Shards(rank, 3, None, None).own(list(range(7))) for rank in range(3)]  # type: ignore[arg-type]
+    shares = [Shards(rank, 3, None, None, None).own(list(range(7))) for rank in range(3)]  # type: ignore[arg-type]
     assert shares == [[0, 3, 6], [1, 4, None], [2, 5, None]]
-    assert Shards(0, 2, None, None).own([]) == []  # type: ignore[arg-type]
+    assert Shards(0, 2, None, None, None).own([]) == []  # type: ignore[arg-type]
