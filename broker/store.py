@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -45,17 +45,34 @@ class StoreAddress:
     region: str = "us-east-1"
 
     @classmethod
-    def parse(cls, url: str, *, access_key: str = "", secret_key: str = "", region: str = "") -> StoreAddress:
-        """Read a store URL; keys given apart from it win. Raises ConfigError."""
+    def parse(
+        cls,
+        url: str,
+        *,
+        access_key: str = "",
+        secret_key: str = "",
+        region: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> StoreAddress:
+        """Read a store URL. Keys given apart from it win; those of `environment` stand in where the URL has none.
+
+        The AWS_* keys are taken together or not at all, when nothing else names a key. Raises ConfigError.
+        """
+        around = environment or {}
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             shown = url.rpartition("@")[2]
             raise ConfigError(f"{shown!r} is no S3 URL; expected http(s)://ACCESS:SECRET@host:port/bucket")
+        access_key = access_key or unquote(parts.username or "") or around.get("FARFLUNG_S3_ACCESS_KEY", "")
+        secret_key = secret_key or unquote(parts.password or "") or around.get("FARFLUNG_S3_SECRET_KEY", "")
+        if not access_key and not secret_key:
+            access_key = around.get("AWS_ACCESS_KEY_ID", "")
+            secret_key = around.get("AWS_SECRET_ACCESS_KEY", "")
         return cls(
             endpoint=parts.hostname + (f":{parts.port}" if parts.port else ""),
             secure=parts.scheme == "https",
-            access_key=access_key or unquote(parts.username or ""),
-            secret_key=secret_key or unquote(parts.password or ""),
+            access_key=access_key,
+            secret_key=secret_key,
             bucket=parts.path.strip("/") or "farflung",
             region=region or "us-east-1",
         )

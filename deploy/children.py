@@ -20,6 +20,9 @@ RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_SECONDS = 60.0
 """A child that lived this long has not crashed "in a row"."""
 
+ELSEWHERE = frozenset({"FARFLUNG_NATS", "FARFLUNG_S3", "FARFLUNG_PROFILE"})
+"""Not handed on to a child: its `--profile` says where broker and store are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -63,7 +66,8 @@ class Child:
         self.name = name
         self.log = log
         self._arguments = [sys.executable, "-m", "deploy.cli", *arguments]
-        self._environment = {**os.environ, **(environment or {})}
+        inherited = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+        self._environment = {**inherited, **(environment or {})}
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0

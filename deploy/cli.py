@@ -34,17 +34,18 @@ def _version() -> str:
 
 
 def connection_options(function: F) -> F:
-    """The options by which a command finds broker and store."""
+    """The options by which a command finds broker and store. `profile.find` looks into the environment itself: what
+    stands there counts less than a profile that an option names.
+    """
     options = [
-        click.option("--nats", envvar="FARFLUNG_NATS", help="NATS URL: nats://user:password@host:4222"),
-        click.option("--s3", envvar="FARFLUNG_S3", help="S3 URL: http(s)://ACCESS:SECRET@host:port/bucket"),
-        click.option("--s3-access-key", envvar=["FARFLUNG_S3_ACCESS_KEY", "AWS_ACCESS_KEY_ID"], help="S3 access key."),
-        click.option("--s3-secret-key", envvar=["FARFLUNG_S3_SECRET_KEY", "AWS_SECRET_ACCESS_KEY"], help="S3 secret."),
+        click.option("--nats", help="NATS URL: nats://user:password@host:4222. Else FARFLUNG_NATS."),
+        click.option("--s3", help="S3 URL: http(s)://ACCESS:SECRET@host:port/bucket. Else FARFLUNG_S3."),
+        click.option("--s3-access-key", help="S3 access key, in place of the URL's."),
+        click.option("--s3-secret-key", help="S3 secret key, in place of the URL's."),
         click.option(
             "--profile",
             type=click.Path(dir_okay=False),
-            envvar="FARFLUNG_PROFILE",
-            help="File with both URLs, as `farflung up` writes it. Default: the newest one written.",
+            help="File with both URLs, as `farflung up` writes it. Else FARFLUNG_PROFILE, or the newest one written.",
         ),
     ]
     for option in reversed(options):

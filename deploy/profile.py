@@ -1,4 +1,7 @@
-"""Where the broker and the store are, and with which credentials: options first, then environment, then a profile.
+"""Where the broker and the store are, and with which credentials.
+
+An option wins over a profile that an option names, that over the environment, and that over the current profile. Keys
+of the environment count only for a store URL that has none.
 
 `farflung up` writes a profile, readable by its owner alone, and remembers it as the current one.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +67,19 @@ def read(path: Path) -> Profile:
 
 
 def find(
-    *, nats: str | None, s3: str | None, access_key: str | None, secret_key: str | None, profile: str | None
+    *,
+    nats: str | None,
+    s3: str | None,
+    access_key: str | None,
+    secret_key: str | None,
+    profile: str | None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Connection:
-    """Put options (which already stand for environment variables) and the profile together. Raises ConfigError."""
+    """Put options, environment and profile together. Raises ConfigError."""
     kept: Profile | None = None
+    if not profile:
+        nats = nats or environment.get("FARFLUNG_NATS")
+        s3 = s3 or environment.get("FARFLUNG_S3")
     if not (nats and s3):
         path = Path(profile) if profile else current_path()
         if path.exists() or profile:
@@ -76,5 +89,5 @@ def find(
     if not nats or not s3:
         missing = "--nats URL (or FARFLUNG_NATS)" if not nats else "--s3 URL (or FARFLUNG_S3)"
         raise ConfigError(f"no {missing}, and no profile at {current_path()}; give it, or start `farflung up` first")
-    address = StoreAddress.parse(s3, access_key=access_key or "", secret_key=secret_key or "")
+    address = StoreAddress.parse(s3, access_key=access_key or "", secret_key=secret_key or "", environment=environment)
     return Connection(nats=nats, store=address)

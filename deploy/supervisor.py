@@ -163,7 +163,7 @@ class Up:
         kept = Profile(nats=nats, s3=s3)
         profile.write(kept, directory / "profile.toml")
         profile.remember(kept)
-        return Connection(nats=nats, store=StoreAddress.parse(s3))
+        return Connection(nats=nats, store=StoreAddress.parse(s3, environment=os.environ))
 
     def _start(self, server: Server) -> str:
         server.start()
