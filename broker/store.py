@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error
+from minio.helpers import BaseURL, check_bucket_name
 
 from broker.clock import now
 from broker.errors import ConfigError, ConnectionFailed, ObjectCorrupt, ObjectMissing, StoreError
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
 MISSING = {"NoSuchKey", "NoSuchBucket", "NotFound"}
+
+EXPECTED = "expected http(s)://ACCESS:SECRET@host:port/bucket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +62,27 @@ class StoreAddress:
         The AWS_* keys are taken together or not at all, when nothing else names a key. Raises ConfigError.
         """
         around = environment or {}
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            shown = url.rpartition("@")[2]
-            raise ConfigError(f"{shown!r} is no S3 URL; expected http(s)://ACCESS:SECRET@host:port/bucket")
-        access_key = access_key or unquote(parts.username or "") or around.get("FARFLUNG_S3_ACCESS_KEY", "")
-        secret_key = secret_key or unquote(parts.password or "") or around.get("FARFLUNG_S3_SECRET_KEY", "")
-        if not access_key and not secret_key:
+        scheme, host, port, username, password, bucket = _split(url)
+        access_key = access_key or username or around.get("FARFLUNG_S3_ACCESS_KEY", "")
+        secret_key = secret_key or password or around.get("FARFLUNG_S3_SECRET_KEY", "")
+        if not access_key and not secret_key and around.get("AWS_ACCESS_KEY_ID"):
             access_key = around.get("AWS_ACCESS_KEY_ID", "")
             secret_key = around.get("AWS_SECRET_ACCESS_KEY", "")
+        if bool(access_key) != bool(secret_key):
+            given, lacking = ("access", "secret") if access_key else ("secret", "access")
+            raise ConfigError(f"the store has an S3 {given} key but no {lacking} key; {EXPECTED}")
+        endpoint = (f"[{host}]" if ":" in host else host) + (f":{port}" if port else "")
+        try:
+            base = BaseURL(f"{scheme}://{endpoint}", region or None)
+            check_bucket_name(bucket, s3_check=base.is_aws_host)
+        except ValueError as error:
+            raise ConfigError(f"'{scheme}://{endpoint}/{bucket}' is no S3 URL: {error}") from None
         return cls(
-            endpoint=parts.hostname + (f":{parts.port}" if parts.port else ""),
-            secure=parts.scheme == "https",
+            endpoint=endpoint,
+            secure=scheme == "https",
             access_key=access_key,
             secret_key=secret_key,
-            bucket=parts.path.strip("/") or "farflung",
+            bucket=bucket,
             region=region or "us-east-1",
         )
 
@@ -231,6 +240,31 @@ class Store:
             f"{what} failed {self._attempts} times at {self.address.shown}: {_brief(problem)}; "
             "is the store up, and does its disk have room?"
         ) from problem
+
+
+def _split(url: str) -> tuple[str, str, int | None, str, str, str]:
+    """Scheme, host, port (None: the scheme's own), both keys, and bucket of a store URL.
+
+    The keys end at the last @, so that a secret with a slash may stand as it is. Raises ConfigError, which quotes
+    nothing that may be a key.
+    """
+    scheme, _, rest = url.partition("://")
+    keys, at, place = rest.rpartition("@")
+    access, _, secret = keys.partition(":")
+    shown = repr(place) if at else "the store's URL"
+    try:
+        parts = urlsplit(f"{scheme}://{place}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError(f"{shown} is no S3 URL: its host or its port is not valid; {EXPECTED}") from None
+    if scheme not in ("http", "https") or not host:
+        raise ConfigError(f"{shown} is no S3 URL; {EXPECTED}")
+    bucket = parts.path.strip("/")
+    if "/" in bucket or parts.query or parts.fragment:
+        raise ConfigError(f"{shown} names more than a bucket, which Farflung wants whole; {EXPECTED}")
+    if port == {"http": 80, "https": 443}[scheme]:
+        port = None
+    return scheme, host, port, unquote(access), unquote(secret), bucket or "farflung"
 
 
 def reference(prefix: str, data: bytes) -> BlobRef:

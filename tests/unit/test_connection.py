@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from broker.errors import ConfigError
+from broker.store import Store, StoreAddress
 from deploy import components, running
 from deploy.cli import cli
 from deploy.profile import Connection, Profile, find, write
@@ -124,3 +126,40 @@ def test_what_up_starts_goes_where_up_goes(tmp_path: Path, monkeypatch: pytest.M
         connection = found(environment, profile=arguments[arguments.index("--profile") + 1])
         assert (connection.nats, connection.store.endpoint) == ("nats://up:1", "up:2")
         assert (connection.store.access_key, connection.store.secret_key) == ("k", "s")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://AKIA:geheim/geheim", "is no S3 URL"),
+        ("https://AKIA:geheim@h:port/b", "'h:port/b' is no S3 URL: its host or its port is not valid"),
+        ("http://[::1:9000/b", "its host or its port is not valid"),
+        ("http://k:geheim@h:9000/bucket/prefix", "'h:9000/bucket/prefix' names more than a bucket"),
+        ("http://k:geheim@h:9000/bucket?versioning", "names more than a bucket"),
+        ("http://k:geheim@h:9000/b_!", "'http://h:9000/b_!' is no S3 URL: invalid bucket name"),
+        ("http://k@h/bucket", "an S3 access key but no secret key"),
+        ("http://:geheim@h/bucket", "an S3 secret key but no access key"),
+        ("https://k:geheim@nonsense.amazonaws.com/bucket", "invalid Amazon AWS host"),
+    ],
+)
+def test_a_store_url_that_cannot_be_used_is_refused_without_its_secret(url: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        StoreAddress.parse(url)
+    assert message in str(refused.value)
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://AKIA:abc/de+f@h/bucket", ("h", "AKIA", "abc/de+f", "bucket")),
+        ("https://AKIA:abc%2Fde%2Bf@h:443/bucket/", ("h", "AKIA", "abc/de+f", "bucket")),
+        ("http://k:s@[::1]:9000/bucket", ("[::1]:9000", "k", "s", "bucket")),
+        ("http://k:s@[::1]:80", ("[::1]", "k", "s", "farflung")),
+    ],
+)
+def test_a_store_url_is_read_as_people_paste_it(url: str, expected: tuple[str, str, str, str]) -> None:
+    address = StoreAddress.parse(url)
+    assert (address.endpoint, address.access_key, address.secret_key, address.bucket) == expected
+    built = Store(address)._client._base_url.build(method="GET", region="us-east-1", bucket_name=address.bucket)
+    assert (built.netloc, built.path) == (address.endpoint, f"/{address.bucket}")
