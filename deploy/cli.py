@@ -168,22 +168,24 @@ def up(config: Path, directory: Path | None, as_json: bool, **given: Any) -> Non
 
 
 def _server_command(kind: str, bind: str, port: int, directory: Path) -> None:
-    from deploy.processes import write_private
+    from deploy.processes import hold, write_private
     from deploy.servers import Server, nats_launch, store_launch
 
     directory = directory.resolve()
     make = nats_launch if kind == "broker" else store_launch
-    launch = make(directory, bind=bind, port=port, fixed=True)
-    server = Server(launch, directory / f"{launch.name}.log")
-    server.start()
-    write_private(directory / f"{launch.name}.url", launch.url.encode())
-    option = "--nats" if kind == "broker" else "--s3"
-    click.echo(f"{kind} ready; others reach it with\n  {option} {launch.url}")
-    try:
-        code = server.wait()
-    except KeyboardInterrupt:
-        server.stop()
-        code = 0
+    busy = f"another `farflung {kind}` runs on {directory}; stop it, or choose another --dir"
+    with hold(directory / f"{kind}.lock", busy):
+        launch = make(directory, bind=bind, port=port, fixed=True)
+        server = Server(launch, directory / f"{launch.name}.log")
+        server.start()
+        write_private(directory / f"{launch.name}.url", launch.url.encode())
+        option = "--nats" if kind == "broker" else "--s3"
+        click.echo(f"{kind} ready; others reach it with\n  {option} {launch.url}")
+        try:
+            code = server.wait()
+        except KeyboardInterrupt:
+            server.stop()
+            code = 0
     sys.exit(code)
 
 
@@ -376,7 +378,7 @@ def query(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         "--dir",
         "directory",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="A directory of `farflung up` that is not running: its servers are started meanwhile.",
+        help="A directory of `farflung up`: its servers are asked, and started meanwhile if it is not running.",
     )
     def command(directory: Path | None, **options: Any) -> None:
         from deploy import queries, running

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from broker.errors import ServerError
+from broker.locks import file_lock
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -26,6 +29,22 @@ def write_private(path: Path, data: bytes) -> None:
         raise ServerError(
             f"{path} cannot be written: {error.strerror}; make room on its disk, or choose another --dir"
         ) from error
+
+
+@contextmanager
+def hold(path: Path, busy: str) -> Iterator[None]:
+    """Hold the lock file `path` during the block.
+
+    Raises RunConflict(`busy`) when another process holds it, and ServerError when it cannot be made.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(file_lock(path, wait=False, busy=busy))
+        except OSError as error:
+            raise ServerError(
+                f"{path} cannot be written: {error.strerror}; make room on its disk, or choose another --dir"
+            ) from error
+        yield
 
 
 def cores() -> int:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,8 @@ from broker.models import resolve
 from broker.registry import Registry, Roster
 from broker.store import Store, StoreAddress
 from broker.trajectories import Episode, Group
-from deploy.profile import Connection, find
+from deploy.processes import hold
+from deploy.profile import Connection, find, read
 from deploy.running import connected
 from deploy.servers import Server, nats_launch, store_launch
 from deploy.snapshot import Snapshot, snapshot_of
@@ -40,6 +41,9 @@ from learner.ledger import Ledger
 from learner.lineage import lineage
 from learner.summary import summary_of
 from learner.tails import figures_in
+
+TURN_SECONDS = 30.0
+"""How long a query waits for another one that has the directory's servers: most take a second or two."""
 
 LEAVE_SECONDS = 60.0
 """How long a deletion waits for the run's learner to leave."""
@@ -57,28 +61,63 @@ class Services:
 
 @asynccontextmanager
 async def opened(options: dict[str, Any], directory: Path | None) -> AsyncIterator[Services]:
-    """Take the connection options out of `options` and connect; with `directory`, to servers started for it."""
+    """Take the connection options out of `options` and connect; with `directory`, to its servers."""
     named = {
         "access_key": options.pop("s3_access_key"),
         "secret_key": options.pop("s3_secret_key"),
         **{name: options.pop(name) for name in ("nats", "s3", "profile")},
     }
-    servers: list[Server] = []
-    try:
-        if directory is not None:
-            where = directory.resolve() / "servers"
-            servers = [Server(make(where), where / "query.log") for make in (nats_launch, store_launch)]
-            for server in servers:
+    async with AsyncExitStack() as stack:
+        connection = find(**named) if directory is None else await stack.enter_async_context(_servers_of(directory))
+        bus, registry, store = await stack.enter_async_context(connected(connection, "query"))
+        yield Services(bus, registry, store, _console())
+
+
+@asynccontextmanager
+async def _servers_of(directory: Path) -> AsyncIterator[Connection]:
+    """The servers of a directory of `farflung up`: those in use while it runs there, else its own, started meanwhile.
+
+    Its data never have two servers: whoever starts them holds their lock. Queries that start them take turns, so that
+    none is cut off by the end of another. Raises ConfigError when the directory has never had a run.
+    """
+    where, profile = directory.resolve() / "servers", directory / "profile.toml"
+    made = (("nats.json", nats_launch), ("store.json", store_launch))
+    own = [launch for name, launch in made if (where / name).exists()]
+    if not own and not profile.exists():
+        raise ConfigError(f"{directory} has no servers of `farflung up`; give the --dir of a run, as runs/NAME is")
+    urls: dict[str, str] = {}
+    with ExitStack() as held:
+        if own and await _may_start(where, held):
+            for launch in own:
+                server = Server(launch(where), where / "query.log")
+                held.callback(server.stop)
                 server.start()
-            nats, s3 = (server.launch.url for server in servers)
-            connection = Connection(nats=nats, store=StoreAddress.parse(s3))
-        else:
-            connection = find(**named)
-        async with connected(connection, "query") as (bus, registry, store):
-            yield Services(bus, registry, store, _console())
-    finally:
-        for server in servers:
-            server.stop()
+                urls[server.launch.name] = server.launch.url
+        if len(urls) < len(made):
+            kept = read(profile)
+            urls = {"nats": kept.nats, "store": kept.s3, **urls}
+        yield Connection(nats=urls["nats"], store=StoreAddress.parse(urls["store"]))
+
+
+async def _may_start(where: Path, held: ExitStack) -> bool:
+    """Whether the servers in `where` are ours to start, and then hold them; not while `farflung up` has them."""
+    busy = f"another command has started the servers in {where}; wait for its end, then try again"
+    deadline = time.monotonic() + TURN_SECONDS
+    with ExitStack() as ours:
+        while True:
+            try:
+                ours.enter_context(hold(where / "query.lock", busy))
+                break
+            except RunConflict:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+        try:
+            ours.enter_context(hold(where / "lock", busy))
+        except RunConflict:
+            return False
+        held.enter_context(ours.pop_all())
+    return True
 
 
 def _console() -> Console:

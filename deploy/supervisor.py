@@ -147,8 +147,8 @@ class Up:
         if servers.is_symlink() and not servers.exists():
             raise ServerError(f"{servers} leads to {servers.readlink()}, the servers of another run, which are gone")
         busy = (
-            f"the servers in {servers.resolve()} are in use by another `farflung up`; stop that one, or name them with "
-            f"--nats and --s3 as its profile.toml has them"
+            f"the servers in {servers.resolve()} are in use by another `farflung up` or by a command with --dir; wait "
+            f"for its end, or name them with --nats and --s3 as its profile.toml has them"
         )
         with file_lock(servers / "lock", wait=False, busy=busy):
             yield

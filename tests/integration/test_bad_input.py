@@ -265,7 +265,7 @@ def test_a_directory_without_room_is_named_before_a_server_starts(home: Home) ->
     try:
         disk.fill()
         ended = home.farflung("broker", "--port", free_port(), "--dir", disk.path / "servers")
-        assert_refused(ended, 4, str(disk.path / "servers" / "nats.json"), "cannot be written", "make room on its disk")
+        assert_refused(ended, 4, str(disk.path / "servers"), "cannot be written", "make room on its disk")
     finally:
         disk.close()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,11 +17,12 @@ from rich.console import Console
 
 from broker.errors import ConfigError, RunConflict, ServerError
 from broker.locks import file_lock
+from deploy import queries
 from deploy.children import Threads, share_cores
 from deploy.cli import cli
 from deploy.processes import write_private
-from deploy.profile import Profile, find, read, write
-from deploy.servers import nats_launch, store_launch
+from deploy.profile import Connection, Profile, find, read, write
+from deploy.servers import Server, free_port, nats_launch, store_launch
 from deploy.supervisor import Up, UpOptions
 from deploy.view import duration, sparkline
 from tests.unit.test_learner_parts import spec
@@ -147,3 +152,85 @@ def test_numbers_are_shown_as_people_write_them() -> None:
     assert [duration(value) for value in (5, 89, 95, 3600 * 2 + 60)] == ["5 s", "89 s", "1 min 35 s", "2 h 01 min"]
     assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
     assert sparkline([]) == ""
+
+
+def asked(**given: str | None) -> dict[str, Any]:
+    """The connection options of a query."""
+    nothing = dict.fromkeys(("nats", "s3", "s3_access_key", "s3_secret_key", "profile"))
+    return {**nothing, **given}
+
+
+async def test_a_query_uses_the_servers_of_an_up_that_runs_and_leaves_their_data_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[Connection] = []
+
+    @asynccontextmanager
+    async def connected(connection: Connection, component: str) -> AsyncIterator[tuple[None, None, None]]:
+        reached.append(connection)
+        yield None, None, None
+
+    monkeypatch.setattr(queries, "connected", connected)
+    servers = tmp_path / "servers"
+    nats, store = nats_launch(servers), store_launch(servers)
+    write(Profile(nats=nats.url, s3=store.url), tmp_path / "profile.toml")
+    before = {name: (servers / name).read_bytes() for name in ("nats.json", "nats.conf", "store.json")}
+    with socket.create_server(("127.0.0.1", nats.port)), file_lock(servers / "lock", wait=False):
+        async with queries.opened(asked(), tmp_path), queries.opened(asked(), tmp_path):
+            pass
+    assert {connection.nats for connection in reached} == {nats.url}
+    assert before == {name: (servers / name).read_bytes() for name in before}
+    assert not (servers / "query.log").exists(), "no server was started"
+
+
+@pytest.mark.servers
+async def test_queries_of_one_directory_start_its_servers_in_turn(tmp_path: Path) -> None:
+    servers = tmp_path / "servers"
+    nats_launch(servers), store_launch(servers)
+    inside = 0
+
+    async def ask() -> None:
+        nonlocal inside
+        async with queries.opened(asked(), tmp_path) as services:
+            inside += 1
+            assert inside == 1
+            assert await services.registry.heads() == []
+            inside -= 1
+
+    await asyncio.gather(ask(), ask())
+
+
+async def test_a_query_that_waits_too_long_for_another_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "TURN_SECONDS", 0.0)
+    servers = tmp_path / "servers"
+    nats_launch(servers)
+    with (
+        file_lock(servers / "query.lock", wait=False),
+        pytest.raises(RunConflict, match="another command has started the servers"),
+    ):
+        async with queries.opened(asked(), tmp_path):
+            raise AssertionError("unreachable")
+
+
+async def test_a_query_of_a_directory_that_never_had_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no servers of `farflung up`"):
+        async with queries.opened(asked(), tmp_path):
+            raise AssertionError("unreachable")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["broker", "store"])
+def test_a_directory_has_one_server_of_a_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[BaseException | None] = []
+    command = [kind, "--dir", str(tmp_path), "--port"]
+
+    def second(server: Server) -> int:
+        refused.append(CliRunner().invoke(cli, [*command, str(free_port())]).exception)
+        return 0
+
+    monkeypatch.setattr(Server, "start", lambda server: None)
+    monkeypatch.setattr(Server, "wait", second)
+    assert CliRunner().invoke(cli, [*command, str(free_port())]).exit_code == 0
+    [error] = refused
+    assert isinstance(error, RunConflict)
+    assert f"another `farflung {kind}` runs on {tmp_path}" in str(error)
