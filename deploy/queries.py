@@ -121,8 +121,11 @@ async def _may_start(where: Path, held: ExitStack) -> bool:
 
 
 def _console() -> Console:
-    """A terminal's own width; elsewhere lines are as long as they are, for other programs to read."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 250)
+    """A terminal's own width; elsewhere lines are as long as they are, for other programs to read.
+
+    Text is shown as it is: what nodes, models and users say may have square brackets and colons in it.
+    """
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 250)
 
 
 async def _present(registry: Registry) -> list[Node]:
@@ -259,12 +262,12 @@ async def plot(services: Services, run: str, names: Sequence[str], out: Path | N
     records += [{"step": result.step, **figures} for result, figures in zip(evaluations, told, strict=True)]
     for name in chosen:
         steps, values = values_of(records, name)
-        services.console.print(f"{name}, steps {steps[0]:.0f} to {steps[-1]:.0f}, last {values[-1]:.4g}", markup=False)
+        services.console.print(f"{name}, steps {steps[0]:.0f} to {steps[-1]:.0f}, last {values[-1]:.4g}")
         for line in terminal_plot(steps, values):
-            services.console.print("  " + line, markup=False, highlight=False)
+            services.console.print("  " + line)
     if out is not None:
         png_plot(out, run, records, chosen)
-        services.console.print(f"drawn to {out}", markup=False)
+        services.console.print(f"drawn to {out}")
 
 
 async def delete(services: Services, run: str) -> None:
@@ -404,7 +407,8 @@ async def trajectories_show(services: Services, run: str, id: str | None, tokens
     if as_json:
         click.echo(json.dumps(_group_plain(group)))
         return
-    services.console.print(f"[bold]{group.group}[/]  version {group.version} ({group.adapter or 'base model'})")
+    title = Text.assemble((group.group, "bold"), f"  version {group.version} ({group.adapter or 'base model'})")
+    services.console.print(title)
     tokenizer = _tokenizer(head) if tokens else None
     for episode in group.episodes:
         _print_episode(services.console, episode, tokenizer)
@@ -419,9 +423,8 @@ def _tokenizer(head: Head) -> ChatTokenizer | None:
 
 def _print_episode(console: Console, episode: Episode, tokenizer: ChatTokenizer | None) -> None:
     cut = ", truncated" if episode.truncated else ""
-    console.print(
-        f"\n[bold]episode {episode.index}[/]  reward {episode.reward:.3f}{cut}  on {', '.join(episode.replicas)}"
-    )
+    figures = f"  reward {episode.reward:.3f}{cut}  on {', '.join(episode.replicas)}"
+    console.print(Text.assemble("\n", (f"episode {episode.index}", "bold"), figures))
     for turn in episode.turns:
         console.print(Text.assemble(("  " + turn.role + ": ", "dim"), turn.content))
     if tokenizer is None:
@@ -431,7 +434,7 @@ def _print_episode(console: Console, episode: Episode, tokenizer: ChatTokenizer 
         for place in range(len(row)):
             text = tokenizer.token_text(int(row.ids[place]))
             mark = f"{behaviour[place]:8.4f}  v{served[place]}" if trained[place] else "  (given)"
-            console.print(f"    {int(row.ids[place]):>7}  {mark:16} {text!r}", markup=False)
+            console.print(f"    {int(row.ids[place]):>7}  {mark:16} {text!r}")
 
 
 def _group_plain(group: Group) -> dict[str, Any]:

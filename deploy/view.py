@@ -106,7 +106,7 @@ def live(snapshot: Snapshot | None, rewards: Sequence[float], starting: str) -> 
     detail = snapshot.learner.detail if snapshot.learner else "the learner is not there"
     if detail:
         parts.append(Text(detail, style="yellow"))
-    return Panel(Group(*parts), title=f"farflung · {head.run} · {head.state}")
+    return Panel(Group(*parts), title=Text(f"farflung · {head.run} · {head.state}"))
 
 
 def evaluation_lines(gauges: Mapping[str, float]) -> list[str]:
@@ -162,7 +162,7 @@ def _components(snapshot: Snapshot) -> Table:
         style = {"ready": "green", "joining": "yellow"}.get(node.state, "red")
         lacking = f"lacks the active version {snapshot.head.active}" if snapshot.lacks_active(node) else ""
         note = "" if node.node == "learner" else "; ".join(part for part in (lacking, refused or node.detail) if part)
-        table.add_row(node.id, Text(node.state, style=style), doing, note[:80])
+        table.add_row(Text(node.id), Text(node.state, style=style), Text(doing), Text(note[:80]))
     return table
 
 
@@ -199,10 +199,10 @@ def print_status(
         console.print(live(snapshot, [], ""))
         versions = ", ".join(f"{ref.version}" for ref in snapshot.head.live) or "base only"
         console.print(f"  versions kept loaded: {versions}    incarnation {snapshot.head.incarnation}")
-        console.print("  groups: " + ", ".join(f"{number} {name}" for name, number in ledger.items()))
+        console.print("  groups: " + ", ".join(f"{number} {name}" for name, number in ledger.items()), markup=False)
         if result is not None and snapshot.learner is None:
             console.print(f"  evaluation of version {result.version}: {sentence(result.numbers())}", markup=False)
         for line in lost_lines(ledger, tails):
-            console.print(f"  {line}")
+            console.print(f"  {line}", markup=False)
     if nodes_elsewhere:
         console.print(f"{nodes_elsewhere} nodes belong to fleets without a run")

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from rich.console import Console
 
 from broker.errors import ConfigError, RunConflict, ServerError
 from broker.locks import file_lock
+from broker.messages import Node
 from deploy import queries
 from deploy.children import Threads, share_cores
 from deploy.cli import cli
 from deploy.processes import write_private
 from deploy.profile import Connection, Profile, find, read, write
 from deploy.servers import Server, free_port, nats_launch, store_launch
+from deploy.snapshot import snapshot_of
 from deploy.supervisor import Up, UpOptions
-from deploy.view import duration, sparkline
-from tests.unit.test_learner_parts import spec
+from deploy.view import duration, live, print_status, sparkline
+from tests.unit.test_learner_parts import head, spec
 
 
 @pytest.mark.parametrize(
@@ -234,3 +237,21 @@ def test_a_directory_has_one_server_of_a_kind(kind: str, tmp_path: Path, monkeyp
     [error] = refused
     assert isinstance(error, RunConflict)
     assert f"another `farflung {kind}` runs on {tmp_path}" in str(error)
+
+
+def test_what_a_node_says_is_shown_as_it_is() -> None:
+    said = "no [/INST] in the [train] template :x:"
+    replica = Node(id="rep[/a]", node="replica", fleet="f", host="h", pid=1, state="ready", detail=said)
+    with StringIO() as out:
+        console = Console(file=out, width=200)
+        console.print(live(snapshot_of(head(), [replica]), [], ""))
+        print_status(console, [snapshot_of(head(), [replica])], [({}, {})], [None], 0)
+        shown = out.getvalue()
+    assert shown.count(said) == 2
+    assert shown.count("rep[/a]") == 2
+
+
+def test_queries_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "pulled to runs/[/b][bold] :smile:"
+    queries._console().print(said)
+    assert capsys.readouterr().out.strip() == said
