@@ -46,7 +46,7 @@ def test_options_win_over_the_profile_and_a_missing_profile_is_explained(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("FARFLUNG_PROFILE", raising=False)
-    nothing = {"nats": None, "s3": None, "access_key": None, "secret_key": None, "profile": None}
+    nothing: dict[str, Any] = dict.fromkeys(("nats", "s3", "access_key", "secret_key", "profile"))
     with pytest.raises(ConfigError, match="--nats URL"):
         find(**nothing)
     path = tmp_path / "p.toml"
