@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_SECONDS = 5.0
 """A component that has not ended this long after a signal is cancelled again; `broker.ending` tells why."""
+
+TELEMETRY_SECONDS = 4.0
+"""How long the last spans and metrics may take to leave: an endpoint that is gone must not keep the process."""
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a component that a signal stopped, as shells have them: 130 after Ctrl-C, 143 after SIGTERM."""
@@ -69,18 +73,40 @@ def run(
     endpoint: str = "",
     level: int = logging.INFO,
 ) -> int:
-    """Run `main` to its end and return the exit code. SIGTERM and SIGINT cancel it, so that it can leave in order."""
+    """Run `main` to its end and return the exit code. SIGTERM and SIGINT cancel it, so that it can leave in order.
+
+    Threads that still compute are not waited for; `end` leaves them behind.
+    """
     logs.configure(component, level=level)
     traces = tracing.configure(component, instance, endpoint=endpoint, directory=telemetry)
+    # Never closed: that would wait for the threads of `asyncio.to_thread`, which no signal stops.
+    runner = asyncio.Runner(loop_factory=_loop_factory())
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
             return runner.run(_guarded(main))
+        finally:
+            runner.run(_leave())
     except FarflungError as error:
         print(f"farflung {component}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     finally:
-        with contextlib.suppress(Exception):
-            traces.shutdown()
+        last = threading.Thread(target=_shut_down, args=(traces,), daemon=True)
+        last.start()
+        last.join(TELEMETRY_SECONDS)
+
+
+def _shut_down(traces: tracing.Telemetry) -> None:
+    with contextlib.suppress(Exception):
+        traces.shutdown()
+
+
+async def _leave() -> None:
+    """Cancel the tasks that are left and finish the asynchronous generators, as closing the runner would."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def end(code: int) -> None:
