@@ -30,7 +30,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity"}
+DENIED = {
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidSecurity",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+}
 MISSING = {"NoSuchKey", "NoSuchBucket", "NotFound"}
 
 EXPECTED = "expected http(s)://ACCESS:SECRET@host:port/bucket"
@@ -46,6 +53,9 @@ class StoreAddress:
     secret_key: str
     bucket: str = "farflung"
     region: str = "us-east-1"
+    """Empty: the store is asked where the bucket is."""
+    session_token: str = ""
+    """What temporary keys go with."""
 
     @classmethod
     def parse(
@@ -59,15 +69,20 @@ class StoreAddress:
     ) -> StoreAddress:
         """Read a store URL. Keys given apart from it win; those of `environment` stand in where the URL has none.
 
-        The AWS_* keys are taken together or not at all, when nothing else names a key. Raises ConfigError.
+        The AWS_* keys are taken together or not at all, when nothing else names a key; a session token only with the
+        keys beside which it stands. The region is the one given, else the host's, else, at AWS alone, that of AWS_*.
+        Raises ConfigError.
         """
         around = environment or {}
         scheme, host, port, username, password, bucket = _split(url)
         access_key = access_key or username or around.get("FARFLUNG_S3_ACCESS_KEY", "")
+        session_token = "" if secret_key or password else around.get("FARFLUNG_S3_SESSION_TOKEN", "")
         secret_key = secret_key or password or around.get("FARFLUNG_S3_SECRET_KEY", "")
+        region = region or around.get("FARFLUNG_S3_REGION", "")
         if not access_key and not secret_key and around.get("AWS_ACCESS_KEY_ID"):
             access_key = around.get("AWS_ACCESS_KEY_ID", "")
             secret_key = around.get("AWS_SECRET_ACCESS_KEY", "")
+            session_token = around.get("AWS_SESSION_TOKEN", "")
         if bool(access_key) != bool(secret_key):
             given, lacking = ("access", "secret") if access_key else ("secret", "access")
             raise ConfigError(f"the store has an S3 {given} key but no {lacking} key; {EXPECTED}")
@@ -77,13 +92,18 @@ class StoreAddress:
             check_bucket_name(bucket, s3_check=base.is_aws_host)
         except ValueError as error:
             raise ConfigError(f"'{scheme}://{endpoint}/{bucket}' is no S3 URL: {error}") from None
+        if base.is_aws_host:
+            region = base.region or around.get("AWS_REGION") or around.get("AWS_DEFAULT_REGION") or ""
+        else:
+            region = base.region or "us-east-1"
         return cls(
             endpoint=endpoint,
             secure=scheme == "https",
             access_key=access_key,
             secret_key=secret_key,
             bucket=bucket,
-            region=region or "us-east-1",
+            region=region,
+            session_token=session_token,
         )
 
     @property
@@ -105,8 +125,9 @@ class Store:
             address.endpoint,
             access_key=address.access_key or None,
             secret_key=address.secret_key or None,
+            session_token=address.session_token or None,
             secure=address.secure,
-            region=address.region,
+            region=address.region or None,
             http_client=urllib3.PoolManager(
                 maxsize=threads, timeout=urllib3.Timeout(connect=5, read=60), retries=urllib3.Retry(0, redirect=2)
             ),
@@ -131,9 +152,14 @@ class Store:
             except S3Error as error:
                 if error.code in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                     return
-                if error.code in DENIED or now() > deadline:
+                if error.code in DENIED:
                     raise ConnectionFailed(
-                        f"S3 at {self.address.shown} refused: {error.code}; check the access key and the secret key"
+                        f"S3 at {self.address.shown} refused: {error.code}; check the access key, the secret key, and "
+                        "the session token if there is one"
+                    ) from error
+                if now() > deadline:
+                    raise ConnectionFailed(
+                        f"S3 at {self.address.shown} refused: {error.code}: {error.message}"
                     ) from error
             except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
                 if now() > deadline:

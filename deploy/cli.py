@@ -42,6 +42,7 @@ def connection_options(function: F) -> F:
         click.option("--s3", help="S3 URL: http(s)://ACCESS:SECRET@host:port/bucket. Else FARFLUNG_S3."),
         click.option("--s3-access-key", help="S3 access key, in place of the URL's."),
         click.option("--s3-secret-key", help="S3 secret key, in place of the URL's."),
+        click.option("--s3-region", help="S3 region, where the host does not say it. Else FARFLUNG_S3_REGION."),
         click.option(
             "--profile",
             type=click.Path(dir_okay=False),
@@ -87,6 +88,7 @@ def _connection(options: dict[str, Any]) -> Connection:
         s3=options.pop("s3"),
         access_key=options.pop("s3_access_key"),
         secret_key=options.pop("s3_secret_key"),
+        region=options.pop("s3_region"),
         profile=options.pop("profile"),
     )
 

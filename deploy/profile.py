@@ -73,6 +73,7 @@ def find(
     access_key: str | None,
     secret_key: str | None,
     profile: str | None,
+    region: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Connection:
     """Put options, environment and profile together. Raises ConfigError."""
@@ -89,5 +90,11 @@ def find(
     if not nats or not s3:
         missing = "--nats URL (or FARFLUNG_NATS)" if not nats else "--s3 URL (or FARFLUNG_S3)"
         raise ConfigError(f"no {missing}, and no profile at {current_path()}; give it, or start `farflung up` first")
-    address = StoreAddress.parse(s3, access_key=access_key or "", secret_key=secret_key or "", environment=environment)
+    address = StoreAddress.parse(
+        s3,
+        access_key=access_key or "",
+        secret_key=secret_key or "",
+        region=region or "",
+        environment=environment,
+    )
     return Connection(nats=nats, store=address)

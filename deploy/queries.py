@@ -65,6 +65,7 @@ async def opened(options: dict[str, Any], directory: Path | None) -> AsyncIterat
     named = {
         "access_key": options.pop("s3_access_key"),
         "secret_key": options.pop("s3_secret_key"),
+        "region": options.pop("s3_region"),
         **{name: options.pop(name) for name in ("nats", "s3", "profile")},
     }
     async with AsyncExitStack() as stack:

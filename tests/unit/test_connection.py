@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, ConnectionFailed
 from broker.store import Store, StoreAddress
 from deploy import components, running
 from deploy.cli import cli
@@ -163,3 +165,80 @@ def test_a_store_url_is_read_as_people_paste_it(url: str, expected: tuple[str, s
     assert (address.endpoint, address.access_key, address.secret_key, address.bucket) == expected
     built = Store(address)._client._base_url.build(method="GET", region="us-east-1", bucket_name=address.bucket)
     assert (built.netloc, built.path) == (address.endpoint, f"/{address.bucket}")
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "region", "host"),
+    [
+        ("https://s3.eu-central-1.amazonaws.com/bucket", {}, "eu-central-1", "bucket.s3.eu-central-1.amazonaws.com"),
+        (
+            "https://s3.eu-central-1.amazonaws.com/bucket",
+            {"AWS_REGION": "us-west-2"},
+            "eu-central-1",
+            "bucket.s3.eu-central-1.amazonaws.com",
+        ),
+        (
+            "https://s3.amazonaws.com/bucket",
+            {"AWS_DEFAULT_REGION": "us-west-2"},
+            "us-west-2",
+            "bucket.s3.us-west-2.amazonaws.com",
+        ),
+        ("http://h:9000/bucket", {"AWS_REGION": "us-west-2"}, "us-east-1", "h:9000"),
+        ("http://h:9000/bucket", {"FARFLUNG_S3_REGION": "garage"}, "garage", "h:9000"),
+    ],
+)
+def test_requests_are_signed_for_the_region_of_the_bucket(
+    url: str, environment: dict[str, str], region: str, host: str
+) -> None:
+    client = Store(found(environment, nats="nats://h", s3=url).store)._client
+    assert client._get_region("bucket") == region
+    assert client._base_url.build(method="GET", region=region, bucket_name="bucket", object_name="x").netloc == host
+
+
+def test_aws_says_itself_where_a_bucket_is_when_nothing_else_does() -> None:
+    assert StoreAddress.parse("https://s3.amazonaws.com/bucket").region == ""
+    assert StoreAddress.parse("https://s3.amazonaws.com/bucket", region="eu-west-1").region == "eu-west-1"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A store that takes no request, and remembers what it was asked with."""
+
+    tokens: ClassVar[list[str | None]] = []
+
+    def do_HEAD(self) -> None:
+        self.tokens.append(self.headers["X-Amz-Security-Token"])
+        self.send_response(400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+async def test_temporary_keys_go_with_their_token_and_only_a_refusal_of_keys_blames_them() -> None:
+    aws = ELSEWHERE | {"AWS_SESSION_TOKEN": "token"}
+    ours = aws | {
+        "FARFLUNG_S3_ACCESS_KEY": "f",
+        "FARFLUNG_S3_SECRET_KEY": "g",
+        "FARFLUNG_S3_SESSION_TOKEN": "ours",
+    }
+    Refusing.tokens.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        place = f"127.0.0.1:{server.server_port}/bucket"
+        try:
+            for url, environment in (
+                (f"http://{place}", aws),
+                (f"http://{place}", ours),
+                (f"http://k:s@{place}", ours),
+            ):
+                store = Store(found(environment, nats="nats://h", s3=url).store)
+                with pytest.raises(ConnectionFailed) as refused:
+                    await store.open(timeout=-1)
+                store.close()
+                assert "check the access key" not in str(refused.value)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert Refusing.tokens == ["token", "ours", None]
