@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from broker.bus import Bus
-from broker.chat import ChatTokenizer, prompt_ids
+from broker.chat import ChatTokenizer, prompt_ids, with_system_prompt
 from broker.errors import ConfigError, FarflungError, ServerError
 from broker.locks import file_lock
 from broker.messages import GenerateReply, GenerateRequest, decode_one_of, pack_ids, unpack_ids
@@ -356,6 +356,7 @@ class Up:
         for index in range(3):
             row = source.row(order(index, source.length, spec.run.seed, spec.tasks.shuffle))
             prompt = row[spec.tasks.prompt_column]
+            asked = prompt_ids(tokenizer, with_system_prompt(prompt, spec.environment.system_prompt))
             replies = []
             for adapter, version in ((None, 0), (summary["adapter_name"], summary["head"])):
                 request = GenerateRequest(
@@ -365,7 +366,7 @@ class Up:
                     siblings=1,
                     adapter=adapter,
                     version=version,
-                    prompt=pack_ids(prompt_ids(tokenizer, prompt)),
+                    prompt=pack_ids(asked),
                     max_new_tokens=spec.sampling.max_new_tokens,
                     temperature=0.0,
                     stop_token_ids=list(tokenizer.eos_ids),

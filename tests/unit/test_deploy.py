@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import stat
@@ -10,15 +11,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from broker.bus import Bus
+from broker.chat import ChatTokenizer, prompt_ids
 from broker.errors import ConfigError, RunConflict, ServerError
 from broker.locks import file_lock
-from broker.messages import Node
+from broker.messages import GenerateRequest, Node, unpack_ids
+from broker.models import resolve
 from deploy import queries
 from deploy.children import Threads, share_cores
 from deploy.cli import cli
@@ -255,3 +260,22 @@ def test_queries_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     said = "pulled to runs/[/b][bold] :smile:"
     queries._console().print(said)
     assert capsys.readouterr().out.strip() == said
+
+
+async def test_the_sample_answers_are_asked_for_as_the_episodes_were(tmp_path: Path, tiny_model: Path) -> None:
+    class Asked:
+        prompts: ClassVar[list[list[int]]] = []
+
+        async def request(self, subject: str, request: GenerateRequest, timeout: float) -> None:
+            self.prompts.append(unpack_ids(request.prompt).tolist())
+
+    question = [{"role": "user", "content": "2 + 3?"}]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": question}) + "\n")
+    up = up_in(tmp_path, None)
+    told = msgspec.structs.replace(spec().environment, system_prompt="Be brief.")
+    up._spec = msgspec.structs.replace(spec(), environment=told)
+    files = resolve(str(tiny_model))
+    await up._ask_before_and_after(cast("Bus", Asked()), {"adapter_name": "r-v000001-aaaaaaaa", "head": 1}, files)
+    tokenizer = ChatTokenizer.from_directory(tiny_model)
+    said = prompt_ids(tokenizer, [{"role": "system", "content": "Be brief."}, *question])
+    assert Asked.prompts == [list(said)] * 6
