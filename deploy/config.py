@@ -28,9 +28,13 @@ FINITE = frozenset(
 def load(path: Path) -> RunSpec:
     """Read and check a configuration file. Raises ConfigError: where, what was expected, what to write instead."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
     try:
         plain = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

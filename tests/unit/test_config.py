@@ -158,6 +158,9 @@ def test_a_file_that_is_none_or_no_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(tmp_path / "bad.toml")
+    (tmp_path / "latin.toml").write_bytes("# Größe\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="byte 4 is not UTF-8"):
+        load(tmp_path / "latin.toml")
 
 
 def test_fleets_are_named_after_their_model() -> None:
