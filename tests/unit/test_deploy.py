@@ -164,7 +164,7 @@ def test_numbers_are_shown_as_people_write_them() -> None:
 
 def asked(**given: str | None) -> dict[str, Any]:
     """The connection options of a query."""
-    nothing = dict.fromkeys(("nats", "s3", "s3_access_key", "s3_secret_key", "profile"))
+    nothing = dict.fromkeys(("nats", "s3", "s3_access_key", "s3_secret_key", "s3_region", "profile"))
     return {**nothing, **given}
 
 
