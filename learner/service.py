@@ -486,8 +486,10 @@ class Learner:
 
     async def _cause_of(self, error: ConsumerGone | RegistryConflict) -> Fenced:
         """What a consumer that is gone, or a lost compare-and-set, means: another epoch, or a broker that forgot."""
-        if why := await self._session.fenced():
-            return Fenced(f"{why}. Nothing that this learner had not committed counts")
+        try:
+            await self._session.require()
+        except Fenced as over:
+            return over
         return BrokerLost(
             f"{error}, and no other learner is the cause: the broker has lost it. Start the learner again: it goes on "
             "from the last commit"
